@@ -1,0 +1,1 @@
+"""Assembles the packages into one training run."""

@@ -1,0 +1,1 @@
+"""API-level distributed tensor: placement algebra, redistribution, two-mode plans, gradient equivalence."""

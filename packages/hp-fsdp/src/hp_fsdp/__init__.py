@@ -1,0 +1,1 @@
+"""Two-tier fully sharded data parallelism with copy-free per-parameter collectives."""

@@ -1,0 +1,1 @@
+"""Muon for sharded training that needs nothing but the parameters' layouts."""
