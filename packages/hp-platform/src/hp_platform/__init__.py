@@ -1,1 +1,58 @@
-"""Collectives, ledger, topology and device access: the only caller of torch.distributed's communication."""
+"""Collectives, ledger, topology and device access on plain tensors.
+
+The only caller of torch.distributed's communication in this project. Importing it needs
+neither CUDA nor torch_npu and starts no process group.
+"""
+
+from hp_platform import testing
+from hp_platform.axis import MeshAxis
+from hp_platform.collectives import (
+    Handle,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather_objects,
+    reduce,
+    reduce_scatter,
+)
+from hp_platform.errors import (
+    AgreementError,
+    CollectiveError,
+    HPError,
+    PeerError,
+    RankFailure,
+    TopologyError,
+)
+from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark
+from hp_platform.topology import Tier, Topology
+
+__all__ = [
+    "AgreementError",
+    "CollectiveError",
+    "Event",
+    "HPError",
+    "Handle",
+    "Ledger",
+    "MeshAxis",
+    "Origin",
+    "PeerError",
+    "RankFailure",
+    "Record",
+    "Summary",
+    "Tier",
+    "Topology",
+    "TopologyError",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather_objects",
+    "ledger",
+    "mark",
+    "reduce",
+    "reduce_scatter",
+    "testing",
+]

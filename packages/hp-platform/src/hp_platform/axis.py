@@ -1,0 +1,157 @@
+"""One axis of a mesh as this rank sees it: the unit on which collectives are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform.errors import TopologyError
+from hp_platform.topology import Tier, Topology, exchange_hosts, tier_of_hosts
+
+_BACKEND_DEVICES = {"nccl": "cuda", "hccl": "npu"}
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """A named group of ranks in coordinate order.
+
+    Attributes:
+        name: the mesh axis's name, shown in errors and in the ledger.
+        size: number of ranks on the axis.
+        rank: this rank's coordinate on the axis.
+        ranks: global ranks, in coordinate order.
+        tier: how these ranks reach one another.
+        device: where collectives on the axis run.
+        process_group: the group, or None exactly when `size` is 1.
+        backend: the group's backend as `torch.distributed` names it; "" when `size` is 1.
+    """
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    tier: Tier
+    device: torch.device
+    process_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
+    backend: str = ""
+
+    def __post_init__(self) -> None:
+        if self.size != len(self.ranks) or not 0 <= self.rank < self.size:
+            raise TopologyError(
+                f"mesh axis {self.name!r}: size {self.size} and coordinate {self.rank} do not fit "
+                f"its ranks {self.ranks}"
+            )
+        if (self.process_group is None) != (self.size == 1):
+            raise TopologyError(
+                f"mesh axis {self.name!r} of size {self.size}: a process group is needed exactly "
+                "when the size is above 1"
+            )
+
+    @property
+    def global_rank(self) -> int:
+        """This process's global rank."""
+        return self.ranks[self.rank]
+
+    @classmethod
+    def of_mesh(
+        cls, mesh: DeviceMesh, axis: str | int, topology: Topology | None = None
+    ) -> MeshAxis:
+        """The axis `axis` (name or index) of `mesh`.
+
+        Without `topology`, the ranks on the axis exchange their hosts through the store, so
+        all of them must make this call.
+
+        Raises:
+            TopologyError: no such axis, this rank is outside the mesh, or the group numbers
+                its ranks in another order than the mesh (a collective would then hand a
+                coordinate the share of another).
+        """
+        index = _axis_index(mesh, axis)
+        names = mesh.mesh_dim_names
+        name = names[index] if names else str(index)
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise TopologyError(
+                f"rank {dist.get_rank()} is not part of the mesh {mesh}; only the mesh's ranks "
+                f"may use its axis {name!r}"
+            )
+        position = tuple(slice(None) if i == index else c for i, c in enumerate(coordinate))
+        ranks = tuple(int(rank) for rank in mesh.mesh[position].tolist())
+        device = _current_device(mesh.device_type)
+        size = len(ranks)
+        if size == 1:
+            return cls(name, 1, 0, ranks, Tier.LOCAL, device)
+        group = mesh.get_group(index)
+        numbered = tuple(dist.get_process_group_ranks(group))
+        if numbered != ranks:
+            raise TopologyError(
+                f"mesh axis {name!r} lists ranks {ranks} but its process group numbers them "
+                f"{numbered}; build the mesh with ascending ranks along every axis"
+            )
+        tier = _tier(ranks, topology)
+        backend = dist.get_backend(group)
+        return cls(name, size, coordinate[index], ranks, tier, device, group, backend)
+
+    @classmethod
+    def of_group(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        name: str = "world",
+        topology: Topology | None = None,
+    ) -> MeshAxis:
+        """The axis made of `group`'s ranks; None means the default group.
+
+        Raises:
+            TopologyError: no process group exists, or this rank is not a member.
+        """
+        if not dist.is_initialized():
+            raise TopologyError(
+                f"mesh axis {name!r} needs a process group: call "
+                "torch.distributed.init_process_group first, or use torchrun or run_ranks"
+            )
+        chosen = dist.group.WORLD if group is None else group
+        rank = dist.get_rank(chosen)
+        if chosen is None or rank < 0:
+            raise TopologyError(
+                f"rank {dist.get_rank()} is not a member of the group for mesh axis {name!r}"
+            )
+        ranks = tuple(dist.get_process_group_ranks(chosen))
+        backend = dist.get_backend(chosen)
+        device = _current_device(_device_type(backend))
+        if len(ranks) == 1:
+            return cls(name, 1, 0, ranks, Tier.LOCAL, device)
+        return cls(name, len(ranks), rank, ranks, _tier(ranks, topology), device, chosen, backend)
+
+
+def _axis_index(mesh: DeviceMesh, axis: str | int) -> int:
+    names = mesh.mesh_dim_names or ()
+    if isinstance(axis, str):
+        if axis not in names:
+            raise TopologyError(f"the mesh has axes {names}, none is named {axis!r}")
+        return names.index(axis)
+    if not -mesh.ndim <= axis < mesh.ndim:
+        raise TopologyError(f"the mesh has {mesh.ndim} axes, there is no axis {axis}")
+    return axis % mesh.ndim
+
+
+def _tier(ranks: tuple[int, ...], topology: Topology | None) -> Tier:
+    if topology is not None:
+        return topology.tier(ranks)
+    hosts = exchange_hosts(ranks, dist.get_rank(), dist.get_world_size())
+    return tier_of_hosts(list(hosts.values()))
+
+
+def _device_type(backend: str) -> str:
+    for part, device_type in _BACKEND_DEVICES.items():
+        if part in backend:
+            return device_type
+    return "cpu"
+
+
+def _current_device(device_type: str) -> torch.device:
+    if device_type in ("cpu", "meta"):
+        return torch.device(device_type)
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

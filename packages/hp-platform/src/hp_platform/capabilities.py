@@ -1,0 +1,69 @@
+"""What each communication backend can do, as data; `collectives` decides by this table only.
+
+Two things are the same for every backend and therefore not in the table. An average is
+always a SUM followed by a division of the result: native averages are missing for some
+types and differ in rounding. PREMUL_SUM is never used, because one backend scales the
+caller's input in place.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class Uneven(enum.Enum):
+    """How a collective with shares of different lengths is made out of what a backend has."""
+
+    LIST = "list"
+    """The backend's list form takes tensors of different lengths."""
+    ROOTED = "rooted"
+    """One broadcast or one reduce for every non-empty share, straight between the views."""
+    PADDED = "padded"
+    """Every share is padded to the longest; costs a copy on both sides."""
+
+
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_INTEGERS = frozenset({torch.int8, torch.uint8, torch.int32, torch.int64})
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """One backend's row of the table.
+
+    Attributes:
+        backend: name as in `torch.distributed`.
+        dtypes: what the backend transports and reduces itself. Other types are moved as bytes
+            by collectives that only move data, and refused by those that compute.
+        uneven_all_gather: how an all-gather of unequal shares is made.
+        uneven_reduce_scatter: how a reduce-scatter into unequal shares is made.
+    """
+
+    backend: str
+    dtypes: frozenset[torch.dtype]
+    uneven_all_gather: Uneven
+    uneven_reduce_scatter: Uneven
+
+
+GLOO = Capabilities("gloo", _FLOATS | _INTEGERS, Uneven.ROOTED, Uneven.ROOTED)
+NCCL = Capabilities("nccl", _FLOATS | _INTEGERS, Uneven.LIST, Uneven.LIST)
+# HCCL's separate functions for uneven shares are documented for one machine only.
+HCCL = Capabilities("hccl", _FLOATS | _INTEGERS, Uneven.PADDED, Uneven.PADDED)
+# PyTorch's fake backend moves nothing; it serves dry runs that count calls and bytes.
+FAKE = Capabilities("fake", _FLOATS | _INTEGERS, Uneven.LIST, Uneven.LIST)
+
+TABLE = {row.backend: row for row in (GLOO, NCCL, HCCL, FAKE)}
+
+
+def capabilities_of(backend: str, device_type: str) -> Capabilities | None:
+    """The row for a group, None when the backend is unknown.
+
+    `backend` is `torch.distributed.get_backend`'s answer, which for a mixed group has the
+    form "cpu:gloo,cuda:nccl".
+    """
+    if backend in TABLE:
+        return TABLE[backend]
+    by_device = dict(part.split(":", 1) for part in backend.split(",") if ":" in part)
+    return TABLE.get(by_device.get(device_type, ""))

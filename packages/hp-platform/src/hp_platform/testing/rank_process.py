@@ -1,0 +1,147 @@
+"""What happens inside one rank that `run_ranks` has forked."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+DUMP_SIGNAL = signal.SIGUSR1
+HEADER = struct.Struct("!Q")
+"""Length of the pickled message that follows it in a rank's pipe."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class RankSetting:
+    """Everything a rank needs to know; written by the parent before the fork.
+
+    Attributes:
+        rank, world_size, backend: as in `torch.distributed`.
+        port: port of the rendezvous store, which the parent serves on loopback.
+        timeout: seconds after which the backend gives up a collective.
+        stack_file: where this rank writes its stacks when told to.
+        report: file descriptor for the one message of this rank.
+        release: file descriptor that becomes readable once every rank has reported.
+        parent: process id of the parent.
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+    port: int
+    timeout: float
+    stack_file: Path
+    report: int
+    release: int
+    parent: int
+
+
+def run_rank(setting: RankSetting, body: Callable[..., Any]) -> NoReturn:
+    """Runs `body` as one rank, reports, and ends the process without any exit handler."""
+    code = 1
+    try:
+        stacks = setting.stack_file.open("w")
+        _prepare_process(setting, stacks)
+        dist.init_process_group(
+            setting.backend,
+            store=dist.TCPStore(
+                "127.0.0.1", setting.port, setting.world_size, is_master=False,
+                timeout=timedelta(seconds=setting.timeout),
+            ),
+            rank=setting.rank,
+            world_size=setting.world_size,
+            timeout=timedelta(seconds=setting.timeout),
+        )  # fmt: skip
+        result = body(setting.rank) if _takes_rank(body) else body()
+        _send(setting.report, {"result": pickle.dumps(result)})
+        # Groups are torn down only when nobody communicates any more: a rank that closes
+        # its connections early would look like a dead peer to the others.
+        os.read(setting.release, 1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        code = 0
+    except BaseException as error:
+        _send(setting.report, _failure(error))
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                pass
+        # Never return into the parent's interpreter: its pytest and atexit handlers would run.
+        os._exit(code)
+
+
+def _prepare_process(setting: RankSetting, stacks: Any) -> None:
+    _die_with_parent(setting.parent)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.enable(stacks)
+    faulthandler.register(DUMP_SIGNAL, file=stacks, all_threads=True)
+    # A forked process has none of its parent's OpenMP threads and would wait for them for
+    # ever in the first parallel region; with one thread there is no such region.
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(setting.rank),
+        LOCAL_RANK=str(setting.rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(setting.world_size),
+        LOCAL_WORLD_SIZE=str(setting.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(setting.port),
+        OMP_NUM_THREADS="1",
+    )
+    # gloo otherwise looks up the host's name, which may lead to an unreachable address.
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        interfaces = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        if interfaces:
+            os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
+
+
+def _die_with_parent(parent: int) -> None:
+    """Linux only: a rank must not outlive a parent that was killed."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _takes_rank(body: Callable[..., Any]) -> bool:
+    """Whether `body` has a positional parameter to give the rank to."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(body).parameters.values()
+    return any(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _failure(error: BaseException) -> Mapping[str, Any]:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    return {"traceback": text, "error": pickled}
+
+
+def _send(descriptor: int, message: Mapping[str, Any]) -> None:
+    payload = pickle.dumps(dict(message))
+    view = memoryview(HEADER.pack(len(payload)) + payload)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,272 @@
+"""Runs a function on several local ranks, made by fork.
+
+Forking costs a tenth of a second where starting fresh interpreters costs the import of torch
+for each, so tests can afford many groups. The body may be a closure. What fork cannot do:
+use CUDA or NPUs that the parent has already initialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hp_platform.errors import HPError, RankFailure
+from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, RankSetting, run_rank
+
+_GRACE = 0.5
+"""Seconds that ranks get to report what the first failure did to them."""
+_DUMP_TIME = 0.2
+_TEARDOWN_TIME = 15.0
+
+
+@dataclass
+class _Rank:
+    """The parent's view of one rank."""
+
+    rank: int
+    pid: int
+    report: int
+    release: int
+    stack_file: Path
+    received: bytearray = field(default_factory=bytearray)
+    closed: bool = False
+    status: int | None = None
+
+    def message(self) -> dict[str, Any] | None:
+        """The rank's message once it is complete."""
+        if len(self.received) < HEADER.size:
+            return None
+        (length,) = HEADER.unpack_from(self.received)
+        if len(self.received) < HEADER.size + length:
+            return None
+        return pickle.loads(memoryview(self.received)[HEADER.size :])
+
+    @property
+    def settled(self) -> bool:
+        """Nothing more will be heard of this rank."""
+        if self.closed:
+            return True
+        if len(self.received) < HEADER.size:
+            return False
+        return len(self.received) >= HEADER.size + HEADER.unpack_from(self.received)[0]
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    world_size: int,
+    *,
+    timeout: float = 60,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Runs `body(rank)`, or `body()`, on `world_size` ranks and returns their results.
+
+    Every rank computes with one thread, belongs to an initialised process group, and has the
+    environment variables that torchrun would set. Results must be picklable.
+
+    Args:
+        body: any callable, closures included.
+        timeout: seconds for everything together.
+        backend: what the process group is made with.
+
+    Raises:
+        RankFailure: a rank raised, died or did not finish in time. The others are stopped
+            within a second; the message holds every rank's traceback, exit status or stack.
+            A failing rank's exception is the cause where it can be pickled.
+    """
+    if world_size < 1:
+        raise ValueError(f"run_ranks needs at least one rank, got world_size={world_size}")
+    if backend != "gloo" and torch.cuda.is_initialized():
+        raise HPError(
+            f"run_ranks(backend={backend!r}) forks, and this process has already initialised "
+            "CUDA; use torchrun, or keep CUDA out of the parent"
+        )
+    deadline = time.monotonic() + timeout
+    # The parent serves the store on a port the system chose: no port is picked and lost.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, _close_at_end() as close:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                setting = _setting(rank, world_size, backend, store.port, timeout, folder)
+                ranks.append(_fork(setting, body, close))
+            failed = _collect(ranks, deadline)
+            if failed or not all(rank.settled for rank in ranks):
+                raise _failure(ranks, failed, timeout)
+            messages = [rank.message() or {} for rank in ranks]
+            _release(ranks)
+        finally:
+            _kill(ranks)
+    return [pickle.loads(message["result"]) for message in messages]
+
+
+@contextlib.contextmanager
+def _close_at_end() -> Iterator[list[int]]:
+    descriptors: list[int] = []
+    try:
+        yield descriptors
+    finally:
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _setting(
+    rank: int, world_size: int, backend: str, port: int, timeout: float, folder: str
+) -> RankSetting:
+    return RankSetting(
+        rank, world_size, backend, port, timeout, Path(folder) / f"rank{rank}.stacks",
+        report=-1, release=-1, parent=os.getpid(),
+    )  # fmt: skip
+
+
+def _fork(setting: RankSetting, body: Callable[..., Any], close: list[int]) -> _Rank:
+    report_read, report_write = os.pipe()
+    release_read, release_write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid == 0:
+        # The child must not hold the parent's ends, or nobody would see them close.
+        for descriptor in (*close, report_read, release_write):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        run_rank(
+            RankSetting(**{**vars(setting), "report": report_write, "release": release_read}), body
+        )
+    os.close(report_write)
+    os.close(release_read)
+    os.set_blocking(report_read, False)
+    close += [report_read, release_write]
+    return _Rank(setting.rank, pid, report_read, release_write, setting.stack_file)
+
+
+def _collect(ranks: list[_Rank], deadline: float) -> tuple[int, ...]:
+    """Reads until all have reported, one has failed, or time is up; returns who failed first."""
+    failed: list[int] = []
+    # Reading while ranks still run is what keeps large results from blocking in a full pipe.
+    with selectors.DefaultSelector() as selector:
+        for rank in ranks:
+            selector.register(rank.report, selectors.EVENT_READ, rank)
+        while selector.get_map() and time.monotonic() < deadline:
+            for key, _ in selector.select(min(0.2, max(0.0, deadline - time.monotonic()))):
+                rank = key.data
+                _read(rank)
+                if rank.settled:
+                    selector.unregister(rank.report)
+                    message = rank.message()
+                    if message is None or "result" not in message:
+                        failed.append(rank.rank)
+            if failed:
+                _collect_grace(selector)
+                break
+    return tuple(failed)
+
+
+def _collect_grace(selector: selectors.BaseSelector) -> None:
+    """Lets the peers of a failed rank say what they saw, for a moment."""
+    end = time.monotonic() + _GRACE
+    while selector.get_map() and time.monotonic() < end:
+        for key, _ in selector.select(max(0.0, end - time.monotonic())):
+            _read(key.data)
+            if key.data.settled:
+                selector.unregister(key.fileobj)
+
+
+def _read(rank: _Rank) -> None:
+    try:
+        while chunk := os.read(rank.report, 1 << 20):
+            rank.received += chunk
+        rank.closed = True
+    except BlockingIOError:
+        pass
+
+
+def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> RankFailure:
+    stuck = [rank for rank in ranks if not rank.settled]
+    for rank in stuck:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.pid, DUMP_SIGNAL)
+    if stuck:
+        time.sleep(_DUMP_TIME)
+    _kill(ranks)
+    reports, cause = {}, None
+    for rank in ranks:
+        message = rank.message()
+        if message is None:
+            reports[rank.rank] = _silence(rank, stuck=rank in stuck)
+        elif "traceback" in message:
+            reports[rank.rank] = message["traceback"]
+            if cause is None and message["error"] is not None and rank.rank in failed:
+                cause = pickle.loads(message["error"])
+    names = ", ".join(map(str, failed or [rank.rank for rank in stuck]))
+    if failed:
+        summary = f"rank {names} of {len(ranks)} failed; the others were stopped"
+    else:
+        summary = f"rank {names} of {len(ranks)} did not finish within {timeout:g} s"
+    failure = RankFailure(summary, reports, failed or tuple(rank.rank for rank in stuck))
+    failure.__cause__ = cause
+    return failure
+
+
+def _silence(rank: _Rank, *, stuck: bool) -> str:
+    """What is known of a rank that sent nothing."""
+    stacks = rank.stack_file.read_text() if rank.stack_file.exists() else ""
+    if stuck:
+        return f"was still running when it was stopped; its stacks were\n{stacks or '(unknown)'}"
+    assert rank.status is not None
+    if os.WIFSIGNALED(rank.status):
+        number = os.WTERMSIG(rank.status)
+        return f"was killed by signal {signal.Signals(number).name}\n{stacks}"
+    code = os.waitstatus_to_exitcode(rank.status)
+    return f"ended with exit code {code} without reporting\n{stacks}"
+
+
+def _release(ranks: list[_Rank]) -> None:
+    """Lets all ranks tear their groups down, and waits for them to end."""
+    for rank in ranks:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(rank.release, b"x")
+    end = time.monotonic() + _TEARDOWN_TIME
+    while time.monotonic() < end:
+        if all(_reaped(rank) for rank in ranks):
+            break
+        time.sleep(0.002)
+    bad = {
+        rank.rank: "did not end after its group was to be destroyed"
+        if rank.status is None
+        else f"ended with status {os.waitstatus_to_exitcode(rank.status)} during tear-down"
+        for rank in ranks
+        if rank.status != 0
+    }
+    if bad:
+        raise RankFailure("tearing the process group down failed", bad, tuple(bad))
+
+
+def _reaped(rank: _Rank) -> bool:
+    if rank.status is None:
+        pid, status = os.waitpid(rank.pid, os.WNOHANG)
+        if pid:
+            rank.status = status
+    return rank.status is not None
+
+
+def _kill(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if rank.status is None and not _reaped(rank):
+            os.kill(rank.pid, signal.SIGKILL)
+    for rank in ranks:
+        if rank.status is None:
+            rank.status = os.waitpid(rank.pid, 0)[1]
