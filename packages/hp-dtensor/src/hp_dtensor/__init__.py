@@ -1,1 +1,120 @@
-"""API-level distributed tensor: placement algebra, redistribution, two-mode plans, gradient equivalence."""
+"""API-level distributed tensor: placement algebra, redistribution, two-mode plans, equivalence.
+
+Names load on first use (PEP 562), so that a package which needs the algebra alone does not load
+the operator rules.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hp_dtensor.layout import (
+        Layout,
+        attach_layout,
+        layout_of,
+    )
+    from hp_dtensor.mesh import (
+        AbstractMesh,
+    )
+    from hp_dtensor.placements import (
+        Partial,
+        Placement,
+        RaggedShard,
+        Replicate,
+        SectionedShard,
+        Shard,
+        StridedShard,
+        describe,
+    )
+    from hp_dtensor.plan import (
+        BoundaryKind,
+        BoundarySpec,
+        BoundaryTensor,
+        Contract,
+        LocalAttribute,
+        ParameterSpec,
+        Region,
+        RegionKind,
+        ShardingPlan,
+    )
+
+_SUBMODULES = ("random", "testing")
+
+# Public name -> module that defines it.
+_EXPORTS = {
+    "AbstractMesh": "mesh",
+    "BoundaryKind": "plan",
+    "BoundarySpec": "plan",
+    "BoundaryTensor": "plan",
+    "Contract": "plan",
+    "DTensor": "dtensor",
+    "GradientReport": "equivalence",
+    "Layout": "layout",
+    "LocalAttribute": "plan",
+    "ParameterSpec": "plan",
+    "Partial": "placements",
+    "Placement": "placements",
+    "RaggedShard": "placements",
+    "Region": "plan",
+    "RegionKind": "plan",
+    "Replicate": "placements",
+    "SectionedShard": "placements",
+    "Shard": "placements",
+    "ShardingPlan": "plan",
+    "StridedShard": "placements",
+    "Transition": "transition",
+    "attach_layout": "layout",
+    "check_gradients": "equivalence",
+    "describe": "placements",
+    "distribute_tensor": "dtensor",
+    "layout_of": "layout",
+    "parallelize": "parallelize",
+    "settle_gradients": "settlement",
+}
+
+__all__ = [
+    "AbstractMesh",
+    "BoundaryKind",
+    "BoundarySpec",
+    "BoundaryTensor",
+    "Contract",
+    "DTensor",
+    "GradientReport",
+    "Layout",
+    "LocalAttribute",
+    "ParameterSpec",
+    "Partial",
+    "Placement",
+    "RaggedShard",
+    "Region",
+    "RegionKind",
+    "Replicate",
+    "SectionedShard",
+    "Shard",
+    "ShardingPlan",
+    "StridedShard",
+    "Transition",
+    "attach_layout",
+    "check_gradients",
+    "describe",
+    "distribute_tensor",
+    "layout_of",
+    "parallelize",
+    "settle_gradients",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _SUBMODULES:
+        return import_module(f"hp_dtensor.{name}")
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'hp_dtensor' has no attribute {name!r}")
+    value = getattr(import_module(f"hp_dtensor.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

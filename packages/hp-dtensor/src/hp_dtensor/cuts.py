@@ -1,0 +1,165 @@
+"""How one dim of a tensor is divided: index runs, and the cuts that divide them.
+
+A *run list* holds ascending, disjoint, non-empty `(start, stop)` intervals of global indices along
+one dim (or along several flattened dims); it is what one coordinate holds, in local storage order.
+A *cut* belongs to one mesh axis and takes a run list to the part that a coordinate keeps. Every
+cut keeps ascending order, so a rank's local storage is always ordered by global index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+Run = tuple[int, int]
+Runs = tuple[Run, ...]
+
+
+def full_run(size: int) -> Runs:
+    return ((0, size),) if size else ()
+
+
+def length(runs: Runs) -> int:
+    return sum(stop - start for start, stop in runs)
+
+
+def merged(runs: Sequence[Run]) -> Runs:
+    """The same indices with adjacent runs joined and empty ones left out."""
+    out: list[Run] = []
+    for start, stop in runs:
+        if start == stop:
+            continue
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return tuple(out)
+
+
+def slice_runs(runs: Runs, low: int, high: int) -> list[Run]:
+    """Elements `low` to `high` (positions in the list, not global indices)."""
+    if len(runs) == 1:
+        start, stop = runs[0]
+        return [(min(start + low, stop), min(start + high, stop))]
+    out: list[Run] = []
+    position = 0
+    for start, stop in runs:
+        size = stop - start
+        first, last = max(low - position, 0), min(high - position, size)
+        if first < last:
+            out.append((start + first, start + last))
+        position += size
+        if position >= high:
+            break
+    return out
+
+
+def runs_to_indices(runs: Runs) -> Tensor:
+    """The run list as a 1-D int64 tensor."""
+    if len(runs) == 1:
+        return torch.arange(*runs[0])
+    if not runs:
+        return torch.empty(0, dtype=torch.int64)
+    return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+def flatten_runs(per_dim: Sequence[Runs], shape: Sequence[int]) -> Runs:
+    """Runs over the row-major flattening of dims of sizes `shape`, held as a product."""
+    flat: Runs = ((0, 1),)
+    for runs, size in zip(per_dim, shape):
+        if runs == ((0, size),):
+            flat = tuple((start * size, stop * size) for start, stop in flat)
+        else:
+            flat = tuple(
+                (row * size + start, row * size + stop)
+                for first, last in flat
+                for row in range(first, last)
+                for start, stop in runs
+            )
+    return merged(flat)
+
+
+def _chunk(runs: Runs, count: int, index: int) -> list[Run]:
+    size = length(runs)
+    step = -(-size // count)
+    return slice_runs(runs, min(index * step, size), min((index + 1) * step, size))
+
+
+@frozen
+class Chunk:
+    """Chunks of ceil size, as `torch.chunk`; the last ones may be short or empty."""
+
+    axis: int
+    count: int
+
+    def keep(self, runs: Runs, index: int) -> Runs:
+        return merged(_chunk(runs, self.count, index))
+
+
+@frozen
+class Strided:
+    """`pieces` chunks of ceil size, each cut by itself."""
+
+    axis: int
+    count: int
+    pieces: int
+
+    def keep(self, runs: Runs, index: int) -> Runs:
+        kept: list[Run] = []
+        for piece in range(self.pieces):
+            kept += _chunk(merged(_chunk(runs, self.pieces, piece)), self.count, index)
+        return merged(kept)
+
+
+@frozen
+class Sectioned:
+    """Each section (global bounds) cut by itself, whatever part of it is still held."""
+
+    axis: int
+    count: int
+    bounds: tuple[Run, ...]
+
+    def keep(self, runs: Runs, index: int) -> Runs:
+        kept: list[Run] = []
+        for low, high in self.bounds:
+            inside = [(max(a, low), min(b, high)) for a, b in runs if a < high and b > low]
+            kept += _chunk(merged(inside), self.count, index)
+        return merged(kept)
+
+
+@frozen
+class Ragged:
+    """Shares in whole units; `dims` leading dims are flattened first."""
+
+    axis: int
+    count: int
+    dims: int
+    units: tuple[int, ...]
+
+    def keep(self, runs: Runs, index: int) -> Runs:
+        unit = length(runs) // sum(self.units)
+        before = sum(self.units[:index]) * unit
+        return merged(slice_runs(runs, before, before + self.units[index] * unit))
+
+    def divides(self, size: int) -> bool:
+        return size % sum(self.units) == 0
+
+
+Cut = Chunk | Strided | Sectioned | Ragged
+
+
+def sections_to_bounds(sections: Sequence[int]) -> tuple[Run, ...]:
+    ends = [sum(sections[: i + 1]) for i in range(len(sections))]
+    return tuple((end - size, end) for end, size in zip(ends, sections))
+
+
+def following_shards(ordered: Sequence[Cut], split_factor: int) -> int | None:
+    """How many of the cuts already in order make `split_factor` pieces; None if no number does."""
+    for count in range(len(ordered) + 1):
+        if math.prod(cut.count for cut in ordered[:count]) == split_factor:
+            return count
+    return None

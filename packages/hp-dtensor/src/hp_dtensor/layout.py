@@ -1,0 +1,489 @@
+"""Layout: mesh, placements and global shape, and which global indices a rank holds (DESIGN D2).
+
+`Layout.owned_indices` is the ground truth that local shapes, redistribution, checkpoint chunks and
+Muon's gathers agree with. The order in which axes cut a dim is:
+
+1. left to right in mesh-axis order, each cutting what the previous ones left;
+2. except that `StridedShard(dim, f)` comes after those axes to its right that cut the same dim
+   into `f` pieces (FSDP over tensor parallelism); where no axes to its right do, it cuts the dim
+   into `f` chunks and takes its own chunk of each;
+3. `RaggedShard` comes last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, field, frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+
+from hp_dtensor.cuts import (
+    Chunk,
+    Cut,
+    Ragged,
+    Runs,
+    Sectioned,
+    Strided,
+    flatten_runs,
+    following_shards,
+    full_run,
+    length,
+    runs_to_indices,
+    sections_to_bounds,
+)
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    StridedShard,
+    default_grad_placement,
+    describe,
+    is_sharding,
+    normalize_placement,
+    sharded_dims,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Coordinate = tuple[int, ...]
+
+
+def _shape(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(size) for size in value)
+
+
+def _placements(value: Iterable[Placement]) -> tuple[Placement, ...]:
+    return tuple(value)
+
+
+def _gradients(value: Iterable[Placement] | None) -> tuple[Placement, ...]:
+    # None stays None until the value's placements are known.
+    return None if value is None else tuple(value)  # type: ignore[return-value]
+
+
+def _mesh(value: DeviceMesh | AbstractMesh | Mapping[str, int]) -> DeviceMesh | AbstractMesh:
+    return AbstractMesh.of(value) if isinstance(value, Mapping) else value
+
+
+@frozen(repr=False, cache_hash=True, slots=False)
+class Layout:
+    """Where every element of a tensor is. An immutable, hashable value.
+
+    Args:
+        mesh: a `DeviceMesh`, an `AbstractMesh`, or a mapping of axis names to sizes.
+        placements: one per mesh axis; negative dims are normalised.
+        shape: the global shape.
+        grad_placements: placements of the gradient, one per mesh axis, or None for the defaults
+            of D3: a sharded value has a gradient sharded alike, Partial has Replicate, Replicate
+            has Replicate. Replicate may instead have Partial: each rank holds a summand.
+
+    Raises:
+        ValueError: a count, dim, section, share or gradient placement does not fit; the message
+            names the mesh axis.
+        TypeError: a placement is of a kind this package does not know.
+    """
+
+    mesh: DeviceMesh | AbstractMesh = field(converter=_mesh)
+    placements: tuple[Placement, ...] = field(converter=_placements)
+    shape: tuple[int, ...] = field(converter=_shape)
+    grad_placements: tuple[Placement, ...] = field(default=None, converter=_gradients)
+
+    def __attrs_post_init__(self) -> None:
+        mesh = self.abstract_mesh
+        _check_count("placements", self.placements, mesh)
+        normalized = tuple(
+            _normalized(placement, axis, len(self.shape))
+            for placement, axis in zip(self.placements, mesh.axis_names)
+        )
+        object.__setattr__(self, "placements", normalized)
+        object.__setattr__(self, "grad_placements", self._resolved_gradients())
+        _check_reductions(normalized)
+        for axis, placement in enumerate(normalized):
+            _check_placement(placement, mesh.axis_names[axis], mesh.sizes[axis], self.shape)
+        object.__setattr__(self, "cuts", _ordered_cuts(self))
+        self._check_ragged()
+
+    # One ordered list of cuts per tensor dim; the flattening cut of a RaggedShard over several
+    # dims is in the list of each of them, last.
+    cuts: tuple[tuple[Cut, ...], ...] = field(init=False, eq=False)
+
+    def _resolved_gradients(self) -> tuple[Placement, ...]:
+        if self.grad_placements is None:
+            return tuple(default_grad_placement(placement) for placement in self.placements)
+        names = self.abstract_mesh.axis_names
+        _check_count("grad_placements", self.grad_placements, self.abstract_mesh)
+        gradients = tuple(
+            _normalized(placement, axis, len(self.shape))
+            for placement, axis in zip(self.grad_placements, names)
+        )
+        for name, value, gradient in zip(names, self.placements, gradients):
+            if not _may_be_gradient(value, gradient):
+                raise ValueError(
+                    f"mesh axis {name!r}: a value placed {describe(value)} cannot have a gradient "
+                    f"placed {describe(gradient)}; a sharded value's gradient is sharded alike, "
+                    "Partial's is Replicate, Replicate's is Replicate or Partial"
+                )
+        return gradients
+
+    def _check_ragged(self) -> None:
+        if self.flat_dims == 0:
+            return
+        for coord in self._cutting_coordinates():
+            self._leading_runs(coord, check=True)
+
+    def _cutting_coordinates(self) -> Iterable[Coordinate]:
+        axes = {cut.axis for cut in self.cuts[0]}
+        axes |= {cut.axis for dim in range(self.flat_dims) for cut in self.cuts[dim]}
+        sizes = self.abstract_mesh.sizes
+        return product(*(range(size) if i in axes else (0,) for i, size in enumerate(sizes)))
+
+    # -- what the layout is ------------------------------------------------------------------
+
+    @cached_property
+    def abstract_mesh(self) -> AbstractMesh:
+        return AbstractMesh.of(self.mesh)
+
+    @cached_property
+    def abstract(self) -> Layout:
+        """The same layout on names and sizes only."""
+        if isinstance(self.mesh, AbstractMesh):
+            return self
+        return Layout(self.abstract_mesh, self.placements, self.shape, self.grad_placements)
+
+    @property
+    def ndim(self) -> int:
+        """Number of tensor dims."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the global tensor."""
+        return math.prod(self.shape)
+
+    @cached_property
+    def flat_dims(self) -> int:
+        """How many leading dims a RaggedShard flattens; 0 without one."""
+        return max((len(p.dims) for p in self.placements if isinstance(p, RaggedShard)), default=0)
+
+    @cached_property
+    def is_replicated(self) -> bool:
+        """Every rank holds the whole value: each axis is Replicate or has size 1."""
+        sizes = self.abstract_mesh.sizes
+        return all(isinstance(p, Replicate) or n == 1 for p, n in zip(self.placements, sizes))
+
+    @cached_property
+    def is_even(self) -> bool:
+        """All ranks hold local tensors of the same shape."""
+        first, *rest = self.abstract_mesh.coordinates()
+        shape = self.local_shape(first)
+        return all(self.local_shape(coord) == shape for coord in rest)
+
+    def sharding_axes(self) -> dict[int, tuple[int, ...]]:
+        """Mesh axes (of more than one rank) that cut the tensor, with the dims each cuts."""
+        sizes = self.abstract_mesh.sizes
+        return {
+            axis: sharded_dims(placement)
+            for axis, placement in enumerate(self.placements)
+            if is_sharding(placement) and sizes[axis] > 1
+        }
+
+    def replicating_axes(self) -> tuple[int, ...]:
+        """Mesh axes whose placement is Replicate."""
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Replicate))
+
+    def partial_axes(self) -> tuple[int, ...]:
+        """Mesh axes whose placement is Partial."""
+        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial))
+
+    def with_placements(
+        self,
+        placements: Iterable[Placement],
+        grad_placements: Iterable[Placement] | None = None,
+    ) -> Layout:
+        """Other placements of the same tensor; gradients take their defaults unless given."""
+        return evolve(self, placements=placements, grad_placements=grad_placements)
+
+    def with_shape(self, shape: Iterable[int]) -> Layout:
+        """The same placements for a tensor of another global shape."""
+        return evolve(self, shape=shape)
+
+    # -- what a rank holds -------------------------------------------------------------------
+
+    def local_shape(self, coord: Coordinate | None = None) -> tuple[int, ...]:
+        """Shape of the local tensor at `coord` (None: this rank's, which needs a DeviceMesh)."""
+        return self._local_shape(self.coordinate(coord))
+
+    def local_numel(self, coord: Coordinate | None = None) -> int:
+        return math.prod(self.local_shape(coord))
+
+    def owned_indices(self, coord: Coordinate | None = None) -> Tensor:
+        """Row-major global flat indices held at `coord`, in local storage order: 1-D int64.
+
+        The order is always ascending. Replicate and Partial hold the whole tensor.
+        """
+        per_dim = self.view_runs(self.flat_dims, coord)
+        shape = self.view_shape(self.flat_dims)
+        indices = torch.zeros((), dtype=torch.int64)
+        for runs, size in zip(per_dim, shape):
+            indices = indices.unsqueeze(-1) * size + runs_to_indices(runs)
+        return indices.reshape(-1)
+
+    def dim_indices(self, dim: int, coord: Coordinate | None = None) -> Tensor:
+        """Global indices along `dim` held at `coord`: 1-D int64.
+
+        Raises:
+            ValueError: the dim is flattened with others by a RaggedShard, so that what a rank
+                holds is not a product over dims.
+        """
+        return runs_to_indices(self.dim_runs(dim, coord))
+
+    def dim_runs(self, dim: int, coord: Coordinate | None = None) -> Runs:
+        """`dim_indices` as ascending `(start, stop)` intervals."""
+        dim %= max(self.ndim, 1)
+        if self.flat_dims > 1 and dim < self.flat_dims:
+            raise ValueError(
+                f"dim {dim} of {self} is flattened with dims 0 to {self.flat_dims - 1}; "
+                "use owned_indices"
+            )
+        return self.view_runs(0, coord)[dim]
+
+    def view_runs(self, flat_dims: int, coord: Coordinate | None = None) -> tuple[Runs, ...]:
+        """What `coord` holds, with the first `flat_dims` dims seen as one (0 and 1: no change)."""
+        return self._view_runs(max(flat_dims, self.flat_dims), self.coordinate(coord))
+
+    def view_shape(self, flat_dims: int) -> tuple[int, ...]:
+        """The global shape with the first `flat_dims` dims seen as one."""
+        if flat_dims <= 1:
+            return self.shape
+        return (math.prod(self.shape[:flat_dims]), *self.shape[flat_dims:])
+
+    @cached_property
+    def largest_numel(self) -> int:
+        """Elements of the largest local tensor. Every cut but Ragged favours coordinate 0."""
+        sizes = self.abstract_mesh.sizes
+        choices = [
+            range(sizes[axis]) if isinstance(placement, RaggedShard) else (0,)
+            for axis, placement in enumerate(self.placements)
+        ]
+        return max(self.local_numel(coord) for coord in product(*choices))
+
+    def coordinate(self, coord: Coordinate | None = None) -> Coordinate:
+        """`coord`, or this rank's coordinate on the DeviceMesh.
+
+        Raises:
+            ValueError: None is given and the layout is on an abstract mesh, or this rank is not
+                in the mesh.
+        """
+        if coord is not None:
+            return coord
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(
+                f"{self} is on an abstract mesh, where there is no own rank; pass a coordinate"
+            )
+        own = self.mesh.get_coordinate()
+        if own is None:
+            raise ValueError(f"this rank is not in the mesh of {self}; pass a coordinate")
+        return tuple(own)
+
+    # -- memoised: pure functions of an immutable value, kept with it ------------------------
+
+    @cached_property
+    def _memo(self) -> dict[Any, Any]:
+        return {}
+
+    def _local_shape(self, coord: Coordinate) -> tuple[int, ...]:
+        key = ("shape", coord)
+        if key not in self._memo:
+            runs = self._view_runs(self.flat_dims, coord)
+            self._memo[key] = tuple(length(dim) for dim in runs)
+        return self._memo[key]
+
+    def _view_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
+        key = ("runs", flat_dims, coord)
+        if key not in self._memo:
+            self._memo[key] = self._compute_runs(flat_dims, coord)
+        return self._memo[key]
+
+    def _compute_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
+        start = self.flat_dims if self.flat_dims > 1 else 0
+        per_dim = tuple(self._cut_dim(dim, coord) for dim in range(start, self.ndim))
+        if start:
+            per_dim = (self._leading_runs(coord), *per_dim)
+        joined = 1 + flat_dims - max(self.flat_dims, 1)  # view dims that become one
+        if flat_dims <= 1 or joined == 1:
+            return per_dim
+        sizes = self.view_shape(self.flat_dims)[:joined]
+        return (flatten_runs(per_dim[:joined], sizes), *per_dim[joined:])
+
+    def _cut_dim(self, dim: int, coord: Coordinate) -> Runs:
+        runs = full_run(self.shape[dim])
+        for cut in self.cuts[dim]:
+            runs = cut.keep(runs, coord[cut.axis])
+        return runs
+
+    def _leading_runs(self, coord: Coordinate, check: bool = False) -> Runs:
+        """Runs over the dims that a RaggedShard flattens."""
+        ragged = [cut for cut in self.cuts[0] if isinstance(cut, Ragged)]
+        per_dim = []
+        for dim in range(self.flat_dims):
+            runs = full_run(self.shape[dim])
+            for cut in self.cuts[dim]:
+                if not isinstance(cut, Ragged):
+                    runs = cut.keep(runs, coord[cut.axis])
+            per_dim.append(runs)
+        flat = flatten_runs(per_dim, self.shape)
+        for cut in ragged:
+            if check and not cut.divides(length(flat)):
+                raise ValueError(
+                    f"mesh axis {self.abstract_mesh.axis_names[cut.axis]!r}: "
+                    f"{describe(self.placements[cut.axis])} needs whole units, but "
+                    f"{length(flat)} elements over {sum(cut.units)} units remain in shape "
+                    f"{self.shape} at coordinate {coord}"
+                )
+            flat = cut.keep(flat, coord[cut.axis])
+        return flat
+
+    # -- as text, and as a value that is never duplicated ------------------------------------
+
+    def __repr__(self) -> str:
+        gradient = ""
+        if self.grad_placements != tuple(default_grad_placement(p) for p in self.placements):
+            gradient = f", gradient {describe(self.grad_placements)}"
+        return (
+            f"Layout({list(self.shape)} {describe(self.placements)}{gradient} "
+            f"on {self.abstract_mesh})"
+        )
+
+    def __copy__(self) -> Layout:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Layout:
+        return self
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return Layout, (self.mesh, self.placements, self.shape, self.grad_placements)
+
+
+def _check_count(what: str, placements: tuple[Placement, ...], mesh: AbstractMesh) -> None:
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"Layout: one of {what} is needed per mesh axis; the mesh {mesh} has {mesh.ndim} "
+            f"axes, found {len(placements)}: {describe(placements)}"
+        )
+
+
+def _normalized(placement: Placement, axis: str, ndim: int) -> Placement:
+    try:
+        return normalize_placement(placement, ndim)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"mesh axis {axis!r}: {error}") from None
+
+
+def _may_be_gradient(value: Placement, gradient: Placement) -> bool:
+    if isinstance(value, Replicate):
+        return isinstance(gradient, Replicate) or (
+            isinstance(gradient, Partial) and gradient.reduce_op in ("sum", "avg")
+        )
+    return gradient == default_grad_placement(value)
+
+
+def _check_reductions(placements: tuple[Placement, ...]) -> None:
+    found = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    if len(found) > 1 and found != {"sum", "avg"}:
+        raise ValueError(
+            f"reductions {sorted(found)} on different mesh axes do not commute: "
+            f"{describe(placements)}; redistribute one of them to Replicate first"
+        )
+
+
+def _check_placement(placement: Placement, axis: str, size: int, shape: tuple[int, ...]) -> None:
+    if isinstance(placement, SectionedShard) and sum(placement.sections) != shape[placement.dim]:
+        raise ValueError(
+            f"mesh axis {axis!r}: sections of {describe(placement)} sum to "
+            f"{sum(placement.sections)}, but dim {placement.dim} of shape {shape} has size "
+            f"{shape[placement.dim]}"
+        )
+    if isinstance(placement, RaggedShard) and len(placement.local_units) != size:
+        raise ValueError(
+            f"mesh axis {axis!r}: {describe(placement)} gives shares to "
+            f"{len(placement.local_units)} coordinates, but the axis has {size}"
+        )
+
+
+def _ordered_cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
+    """Every dim's cuts, outermost first. Axes of one rank cut nothing."""
+    sizes = layout.abstract_mesh.sizes
+    ordered: list[list[Cut]] = [[] for _ in layout.shape]
+    for axis in reversed(range(len(sizes))):
+        placement, size = layout.placements[axis], sizes[axis]
+        if size == 1 or not is_sharding(placement) or isinstance(placement, RaggedShard):
+            continue
+        position, dim = 0, sharded_dims(placement)[0]
+        cut: Cut
+        if isinstance(placement, SectionedShard):
+            cut = Sectioned(axis, size, sections_to_bounds(placement.sections))
+        else:
+            cut = Chunk(axis, size)
+        if isinstance(placement, StridedShard):
+            after = following_shards(ordered[dim], placement.split_factor)
+            position = after or 0
+            if after is None:
+                cut = Strided(axis, size, placement.split_factor)
+        ordered[dim].insert(position, cut)
+    _append_ragged(layout, ordered)
+    return tuple(tuple(cuts) for cuts in ordered)
+
+
+def _append_ragged(layout: Layout, ordered: list[list[Cut]]) -> None:
+    for axis, placement in enumerate(layout.placements):
+        if not isinstance(placement, RaggedShard):
+            continue
+        if len(placement.dims) != layout.flat_dims:
+            raise ValueError(
+                f"{describe(layout.placements)}: two RaggedShard placements must flatten the "
+                "same dims"
+            )
+        for dim in placement.dims:
+            size = layout.abstract_mesh.sizes[axis]
+            ordered[dim].append(Ragged(axis, size, len(placement.dims), placement.local_units))
+
+
+def layout_of(tensor: Tensor) -> Layout | None:
+    """The layout of a tensor: remembered on a plain one, or that of a DTensor (ours, PyTorch's).
+
+    None for a plain tensor without one.
+    """
+    remembered = getattr(tensor, "_hp_layout", None)
+    if isinstance(remembered, Layout):
+        return remembered
+    if isinstance(tensor, TorchDTensor):
+        return Layout(tensor.device_mesh, tensor.placements, tuple(tensor.shape))
+    own: Any = getattr(tensor, "layout", None)  # a plain tensor's is torch.strided
+    return own if isinstance(own, Layout) else None
+
+
+def attach_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    """Remembers `layout` on a plain local tensor and returns the tensor.
+
+    Raises:
+        ValueError: the tensor's shape is not the layout's local shape on this rank.
+    """
+    if not isinstance(layout.mesh, AbstractMesh) and layout.mesh.get_coordinate() is not None:
+        expected = layout.local_shape()
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"attach_layout: the local tensor has shape {tuple(tensor.shape)}, but {layout} "
+                f"gives this rank {expected}"
+            )
+    tensor._hp_layout = layout  # type: ignore[attr-defined]
+    return tensor
