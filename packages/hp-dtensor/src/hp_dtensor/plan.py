@@ -234,8 +234,10 @@ class ShardingPlan:
 
     @property
     def digest(self) -> str:
-        """Stable over processes, machines and Python's hash seed: SHA-256 of the YAML form."""
-        return hashlib.sha256(self.to_yaml().encode()).hexdigest()[:16]
+        """Stable over processes, machines and Python's hash seed: SHA-256 of the canonical form."""
+        from hp_dtensor.plan_yaml import canonical_bytes
+
+        return hashlib.sha256(canonical_bytes(self)).hexdigest()[:16]
 
     def to_yaml(self) -> str:
         """The plan as YAML; `from_yaml` restores an equal plan."""
