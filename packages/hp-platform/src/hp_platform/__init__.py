@@ -5,7 +5,9 @@ neither CUDA nor torch_npu and starts no process group.
 """
 
 from hp_platform import testing
+from hp_platform.agreement import agree
 from hp_platform.axis import MeshAxis
+from hp_platform.buffers import ALIGNMENT, BufferLayout, aligned_empty, pad_to_alignment
 from hp_platform.collectives import (
     Handle,
     all_gather,
@@ -29,7 +31,9 @@ from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, m
 from hp_platform.topology import Tier, Topology
 
 __all__ = [
+    "ALIGNMENT",
     "AgreementError",
+    "BufferLayout",
     "CollectiveError",
     "Event",
     "HPError",
@@ -44,6 +48,8 @@ __all__ = [
     "Tier",
     "Topology",
     "TopologyError",
+    "agree",
+    "aligned_empty",
     "all_gather",
     "all_reduce",
     "all_to_all",
@@ -52,6 +58,7 @@ __all__ = [
     "gather_objects",
     "ledger",
     "mark",
+    "pad_to_alignment",
     "reduce",
     "reduce_scatter",
     "testing",

@@ -241,18 +241,18 @@ class Ledger:
             index, order = len(self._records), len(self._events)
             self._records.append(
                 Record(
-                    index,
-                    operation,
-                    axis,
-                    axis_size,
-                    tier,
-                    size,
-                    aligned,
-                    dtype,
-                    origin,
-                    now - self._start,
-                    order,
-                )  # fmt: skip
+                    index=index,
+                    operation=operation,
+                    axis=axis,
+                    axis_size=axis_size,
+                    tier=tier,
+                    bytes=size,
+                    aligned=aligned,
+                    dtype=dtype,
+                    origin=origin,
+                    issued=now - self._start,
+                    issue_order=order,
+                )
             )
             self._events.append(Event("issue", index))
             return index
@@ -382,14 +382,18 @@ def _trace_events(record: Record, process: int, track: int) -> list[dict[str, An
         "aligned": record.aligned,
         "asked by": str(record.origin),
     }
-    span = {"name": record.operation, "id": record.index, **common}
-    events = [
+    span: dict[str, Any] = {"name": record.operation, "id": record.index, **common}
+    events: list[dict[str, Any]] = [
         {**span, "ph": "b", "ts": start, "args": arguments},
         {**span, "ph": "e", "ts": end},
     ]
     if record.waited is not None:
         blocked = max(end - record.waited * 1e6, 0.0)
-        wait = {"name": f"wait {record.operation}", "ph": "X", "ts": record.waited * 1e6}
+        wait: dict[str, Any] = {
+            "name": f"wait {record.operation}",
+            "ph": "X",
+            "ts": record.waited * 1e6,
+        }
         events.append({**wait, "dur": blocked, **common, "args": {"asked by": str(record.origin)}})
     return events
 

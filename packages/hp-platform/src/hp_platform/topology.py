@@ -14,10 +14,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from hp_platform.errors import TopologyError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 HOST_VARIABLE = "HP_PLATFORM_HOST"
 """Environment variable that names this process's host, overriding what the machine says."""
@@ -57,7 +61,7 @@ class Topology:
         return cls(tuple(hosts))
 
     @classmethod
-    def discover(cls, store: dist.Store | None = None) -> Topology:
+    def discover(cls, store: Store | None = None) -> Topology:
         """Exchanges every rank's host through `store`; every rank of the world must call it.
 
         `store` is the default process group's when omitted. Without a process group and
@@ -137,7 +141,7 @@ def tier_of_hosts(hosts: Sequence[str]) -> Tier:
 
 
 def exchange_hosts(
-    ranks: Iterable[int], rank: int, world_size: int, store: dist.Store | None = None
+    ranks: Iterable[int], rank: int, world_size: int, store: Store | None = None
 ) -> dict[int, str]:
     """The host of each of `ranks`; each of them must make this call, others need not.
 

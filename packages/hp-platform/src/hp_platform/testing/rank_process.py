@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import inspect
@@ -20,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 DUMP_SIGNAL = signal.SIGUSR1
 HEADER = struct.Struct("!Q")
@@ -61,7 +63,7 @@ def run_rank(setting: RankSetting, body: Callable[..., Any]) -> NoReturn:
         _prepare_process(setting, stacks)
         dist.init_process_group(
             setting.backend,
-            store=dist.TCPStore(
+            store=TCPStore(
                 "127.0.0.1", setting.port, setting.world_size, is_master=False,
                 timeout=timedelta(seconds=setting.timeout),
             ),
@@ -81,10 +83,8 @@ def run_rank(setting: RankSetting, body: Callable[..., Any]) -> NoReturn:
         _send(setting.report, _failure(error))
     finally:
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 stream.flush()
-            except (OSError, ValueError):
-                pass
         # Never return into the parent's interpreter: its pytest and atexit handlers would run.
         os._exit(code)
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from hp_platform.errors import HPError, RankFailure
 from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, RankSetting, run_rank
@@ -95,7 +95,7 @@ def run_ranks(
         )
     deadline = time.monotonic() + timeout
     # The parent serves the store on a port the system chose: no port is picked and lost.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, _close_at_end() as close:
         ranks: list[_Rank] = []
         try:
