@@ -1,0 +1,42 @@
+"""What is checked before training: one validate-mode step, and gradients against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_dtensor import GradientReport, check_gradients, parallelize
+from hp_dtensor.plan import ShardingPlan
+from hp_integration.data import Batch
+from hp_integration.data_parallel import DataParallel
+from hp_integration.trainer import next_token_loss
+
+# fp32 sums in another order: a relative error near 1e-6 for one reduction, more through layers.
+_RTOL, _ATOL = 1e-3, 1e-5
+
+
+def validate_step(
+    make_model: Callable[[], nn.Module],
+    plan: ShardingPlan,
+    mesh: DeviceMesh,
+    batch: Batch,
+    data: DataParallel,
+) -> float:
+    """Forward and backward with every operator and boundary checked; returns the batch's loss.
+
+    Raises:
+        Exception: the first operator or boundary whose layout is not what the plan says.
+    """
+    model = parallelize(make_model(), plan, mesh, mode="validate")
+    loss = next_token_loss(model, batch)
+    loss.backward()
+    return data.mean(loss)
+
+
+def gradient_check(
+    make_model: Callable[[], nn.Module], plan: ShardingPlan, mesh: DeviceMesh, batch: Batch
+) -> GradientReport:
+    """Every parameter's gradient under the plan against the unsharded model's."""
+    return check_gradients(make_model, plan, mesh, batch, next_token_loss, rtol=_RTOL, atol=_ATOL)

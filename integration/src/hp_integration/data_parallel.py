@@ -1,0 +1,51 @@
+"""Which rows of a batch this rank trains on, and averages over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_platform.axis import MeshAxis
+from hp_platform.collectives import Origin, all_reduce
+
+_DATA_AXES = ("dp_replicate", "dp_shard")
+
+
+@frozen
+class DataParallel:
+    """This rank's place among the ranks that see different rows.
+
+    Attributes:
+        axes: the mesh's data axes, slowest varying first; empty for a run in one process.
+    """
+
+    axes: tuple[MeshAxis, ...] = ()
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh) -> DataParallel:
+        names = mesh.mesh_dim_names or ()
+        return cls(tuple(MeshAxis.of_mesh(mesh, name) for name in _DATA_AXES if name in names))
+
+    @property
+    def ranks(self) -> int:
+        product = 1
+        for axis in self.axes:
+            product *= axis.size
+        return product
+
+    @property
+    def rank(self) -> int:
+        """Position among the data-parallel ranks, row-major over the axes."""
+        position = 0
+        for axis in self.axes:
+            position = position * axis.size + axis.rank
+        return position
+
+    def mean(self, value: torch.Tensor) -> float:
+        """Mean of a scalar over the data-parallel ranks; for reports, nothing trains on it."""
+        total = value.detach().to(torch.float64).reshape(1).clone()
+        origin = Origin("hp_integration", "loss", "report")
+        for axis in self.axes:
+            all_reduce(total, axis, op="avg", origin=origin).wait()
+        return float(total)

@@ -1,0 +1,141 @@
+"""What `hp-train` prints and draws, on the leading rank alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+from rich.console import Console
+from rich.table import Table
+
+import hp_planner
+from hp_dtensor.plan import ShardingPlan
+from hp_integration.models import abstract_model, parameter_count
+from hp_integration.plot import save_picture
+from hp_platform.ledger import Ledger
+from hp_platform.topology import Topology
+
+if TYPE_CHECKING:
+    from hp_dtensor import GradientReport
+    from hp_integration.inputs import Inputs
+    from hp_integration.train import Result
+    from hp_integration.world import World
+
+_WIDTH_WHERE_NO_TERMINAL = 160
+
+
+@frozen
+class Report:
+    """The run's output; silent where `console` is None."""
+
+    console: Console | None
+
+    @classmethod
+    def of_rank(cls, world: World) -> Report:
+        if not world.is_leader:
+            return cls(None)
+        console = Console(highlight=False, markup=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, markup=False, width=_WIDTH_WHERE_NO_TERMINAL)
+        return cls(console)
+
+    def inputs(self, inputs: Inputs, topology: Topology) -> None:
+        """What the run is made of, and the plan."""
+        if self.console is None:
+            return
+        options, corpus = inputs.options, inputs.corpus
+        count = parameter_count(abstract_model(inputs.config))
+        hosts = len(set(topology.hosts))
+        mesh = " x ".join(f"{axis}={size}" for axis, size in options.mesh.items())
+        rows = {
+            "ranks": f"{topology.world_size} on {hosts} host{'s' if hosts > 1 else ''}, {mesh}",
+            "model": f"{inputs.model_name}, {count:,} parameters",
+            "text": f"{corpus.name}: {len(corpus.train):,} tokens to train on, "
+            f"{len(corpus.held_out):,} held out, vocabulary {corpus.vocabulary}",
+            "batch": f"{options.batch_size} sequences of {options.seq_len} tokens",
+        }
+        self._print_pairs(rows)
+        if inputs.plan is not None:
+            self._section("Plan")
+            self.console.print(hp_planner.explain(inputs.plan))
+
+    def validated(self, plan: ShardingPlan, loss: float) -> None:
+        if self.console is not None:
+            self._section("Validate mode")
+            self.console.print(
+                f"one step forward and backward, {len(plan.boundaries)} boundaries and "
+                f"{len(plan.parameters)} parameters checked: loss {loss:.6f} on the first batch"
+            )
+
+    def gradients(self, gradients: GradientReport) -> None:
+        if self.console is not None:
+            self._section("Gradients under the plan against one process")
+            self.console.print(str(gradients))
+
+    def training(self, first: int, steps: int) -> None:
+        if self.console is not None:
+            self._section(f"Training, production mode: steps {first + 1} to {steps}")
+
+    def resumed(self, checkpoint: Path, step: int) -> None:
+        if self.console is not None:
+            self.console.print(f"resumed from {checkpoint} after step {step}")
+
+    def finished(self, inputs: Inputs, result: Result, log: Ledger | None) -> None:
+        """Losses, communication and the files that were written."""
+        if self.console is None:
+            return
+        out = inputs.options.out
+        self._section("Held-out text")
+        self._print_pairs(
+            {
+                "model": f"{result.evaluation_loss:.4f} nats a token",
+                "token frequencies alone": f"{result.frequency_loss:.4f} nats a token",
+            }
+        )
+        written = {"checkpoint": result.checkpoint, "losses": _save_metrics(out, result)}
+        if log is not None:
+            self._section(f"Communication of rank 0 in step {inputs.options.steps}, by tier")
+            self.console.print(str(log.summary()))
+            written["trace"] = out / "communication.trace.json"
+            log.to_chrome_trace(written["trace"])
+        written["picture"] = _save_picture(out / "run.png", inputs, result, log)
+        self._section("Written")
+        self._print_pairs({name: str(path) for name, path in written.items()})
+
+    def _section(self, title: str) -> None:
+        assert self.console is not None
+        self.console.print()
+        self.console.rule(title, align="left")
+
+    def _print_pairs(self, rows: Mapping[str, str]) -> None:
+        assert self.console is not None
+        table = Table.grid(padding=(0, 2))
+        for name, value in rows.items():
+            table.add_row(name, value)
+        self.console.print(table)
+
+
+def _save_metrics(out: Path, result: Result) -> Path:
+    path = out / "metrics.json"
+    values = {
+        "losses": result.losses,
+        "evaluation_loss": result.evaluation_loss,
+        "frequency_loss": result.frequency_loss,
+    }
+    path.write_text(json.dumps(values, indent=1) + "\n")
+    return path
+
+
+def _save_picture(path: Path, inputs: Inputs, result: Result, log: Ledger | None) -> Path:
+    mesh = " x ".join(f"{axis}={size}" for axis, size in inputs.options.mesh.items())
+    return save_picture(
+        path,
+        losses=list(enumerate(result.losses, start=1)),
+        evaluation=(len(result.losses), result.evaluation_loss),
+        frequency_loss=result.frequency_loss,
+        records=[] if log is None else log.records,
+        title=f"{inputs.model_name} on {mesh}",
+    )
