@@ -9,7 +9,6 @@ from hp_platform.agreement import agree
 from hp_platform.axis import MeshAxis
 from hp_platform.buffers import ALIGNMENT, BufferLayout, aligned_empty, pad_to_alignment
 from hp_platform.collectives import (
-    Handle,
     all_gather,
     all_reduce,
     all_to_all,
@@ -27,6 +26,8 @@ from hp_platform.errors import (
     RankFailure,
     TopologyError,
 )
+from hp_platform.failures import reported_failures
+from hp_platform.handle import Handle
 from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark
 from hp_platform.topology import Tier, Topology
 
@@ -61,5 +62,6 @@ __all__ = [
     "pad_to_alignment",
     "reduce",
     "reduce_scatter",
+    "reported_failures",
     "testing",
 ]

@@ -7,125 +7,59 @@ issued after that other's wait.
 
 An axis of size 1 has no group: its collectives copy locally, send nothing and are not
 entered in the ledger. The same holds for messages without elements.
+
+An average is a sum that `wait()` divides by the axis size. Types a backend does not know are
+moved as bytes.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
-from itertools import accumulate
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_platform.arguments import (
+    check_coordinate,
+    check_op,
+    check_shares,
+    check_tensor,
+    cut_rows,
+    make_output,
+)
 from hp_platform.axis import MeshAxis
-from hp_platform.capabilities import TABLE, Capabilities, Uneven, capabilities_of
-from hp_platform.errors import CollectiveError, PeerError
-from hp_platform.ledger import Entries, Origin, enter_completion, enter_issue, enter_wait
+from hp_platform.capabilities import Capabilities
+from hp_platform.handle import NOBODY, Handle, issue, refuse
+from hp_platform.ledger import Origin
+from hp_platform.uneven import (
+    all_gather_even,
+    prepare_all_gather,
+    prepare_reduce_scatter,
+    reduce_scatter_even,
+)
 
-T = TypeVar("T")
+__all__ = [
+    "Handle",
+    "Origin",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather_objects",
+    "reduce",
+    "reduce_scatter",
+]
 
-_logger = logging.getLogger("hp_platform")
-
-_NOBODY = Origin("unknown")
 _OPS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
-# torch 2.13 renamed these two; 2.12 has the old names only.
-_all_gather_even = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_even = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class Handle(Generic[T]):
-    """A collective in flight.
-
-    Keeps every tensor the call reads or writes alive until `wait()` has returned, so callers
-    may drop theirs. A handle that is dropped without `wait()` warns, naming who asked, and
-    waits: its buffers must not be reused while the backend still works on them.
-    """
-
-    __slots__ = (
-        "__weakref__", "_axis", "_entries", "_error", "_finish", "_keep", "_operation",
-        "_origin", "_result", "_works", "done",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        result: T,
-        works: Sequence[Any] = (),
-        *,
-        operation: str = "",
-        axis: MeshAxis | None = None,
-        origin: Origin = _NOBODY,
-        keep: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
-        entries: Entries = (),
-    ) -> None:
-        self._result = result
-        self._works = works
-        self._operation = operation
-        self._axis = axis
-        self._origin = origin
-        self._keep = keep
-        self._finish = finish
-        self._entries = entries
-        self._error: PeerError | None = None
-        self.done = axis is None
-
-    def wait(self) -> T:
-        """Returns the result once it is valid; further calls return it again.
-
-        On accelerators the result is valid for work queued on the current stream afterwards.
-
-        Raises:
-            PeerError: the backend failed, with operation, axis and origin named.
-        """
-        if self._error is not None:
-            raise self._error
-        if not self.done:
-            self._settle()
-        return self._result
-
-    def _settle(self) -> None:
-        if self._entries:
-            enter_wait(self._entries)
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            assert self._axis is not None
-            self._error = _peer_error(self._operation, self._axis, self._origin, error)
-            self.done = True
-            raise self._error from error
-        if self._finish is not None:
-            self._finish()
-        self.done = True
-        self._works, self._keep, self._finish = (), (), None
-        if self._entries:
-            enter_completion(self._entries)
-
-    def __repr__(self) -> str:
-        state = "done" if self.done else "in flight"
-        return f"<Handle {self._operation} {state}, asked by {self._origin}>"
-
-    def __del__(self) -> None:
-        if getattr(self, "done", True) or self._axis is None:
-            return
-        message = (
-            f"the handle of {_where(self._operation, self._axis, self._origin)} was dropped "
-            "without wait(); its result is lost. Keep the handle and call wait()"
-        )
-        # ResourceWarning is hidden by Python's default filters; the log line is not.
-        _logger.warning(message)
-        warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
-        self._settle()
 
 
 def all_gather(
@@ -134,68 +68,51 @@ def all_gather(
     *,
     output: Tensor | None = None,
     sizes: Sequence[int] | None = None,
-    origin: Origin = _NOBODY,
+    origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Concatenates the ranks' tensors along dim 0, in coordinate order.
 
     Args:
         tensor: this rank's share, [rows, ...], contiguous.
         output: contiguous tensor, [all rows, ...], that receives the result; a view into a
-            larger buffer will do, and so will one that holds `tensor` at its place.
+            larger buffer will do, and `tensor` may lie at its place in it.
         sizes: rows of every coordinate, zeros allowed; equal when omitted.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_gather"
-    row = _check(name, tensor, axis, origin, reduces=False, minimum_ndim=1)
-    shares = _shares(name, axis, origin, sizes, tensor.shape[0])
-    if shares[axis.rank] != tensor.shape[0]:
-        problem = f"sizes says {shares[axis.rank]} rows for this coordinate, the tensor has "
-        _refuse(name, axis, origin, f"{problem}{tensor.shape[0]}")
-    shape = (sum(shares), *tensor.shape[1:])
-    result = _output(name, axis, origin, output, shape, tensor)
-    if result.numel() == 0:
-        return Handle(result)
-    if axis.process_group is None:
-        return Handle(_copy_into(result, tensor))
-    source, target = _as_transportable(tensor, row), _as_transportable(result, row)
-    group, parts = axis.process_group, list(target.split(_flat(shares, target)))
-    keep: list[Tensor] = [source, target]
-    finish = None
-    even = len(set(shares)) == 1
-    if even:
-
-        def start() -> list[Any]:
-            return [_all_gather_even(target, source, group=group, async_op=True)]
-    elif row.uneven_all_gather is Uneven.LIST:
-
-        def start() -> list[Any]:
-            return [dist.all_gather(parts, source, group=group, async_op=True)]
-    elif row.uneven_all_gather is Uneven.ROOTED:
-
-        def start() -> list[Any]:
-            _copy_into(parts[axis.rank], source)
-            return [
-                dist.broadcast(part, group_src=peer, group=group, async_op=True)
-                for peer, part in enumerate(parts)
-                if part.numel()
-            ]
+    able = check_tensor(name, tensor, axis, origin, reduces=False, rows=True)
+    rows = tensor.shape[0]
+    if sizes is None:
+        shares: tuple[int, ...] = (rows,) * axis.size
     else:
-        longest = max(part.numel() for part in parts)
-        padded = source.new_zeros(longest)
-        gathered = source.new_empty(longest * axis.size)
-        keep += [padded, gathered]
+        shares = check_shares(name, axis, origin, "sizes", sizes)
+        if shares[axis.rank] != rows:
+            problem = f"sizes says {shares[axis.rank]} rows for this coordinate, the tensor has "
+            refuse(name, axis, origin, f"{problem}{rows}")
+    total = sum(shares)
+    result = make_output(name, axis, origin, output, total, tensor)
+    group = axis.process_group
+    if group is None or total == 0 or result.numel() == 0:
+        return Handle(_copied(tensor, result))
+    source, target = _transportable(tensor, able), _transportable(result, able)
+    tensors, size = (tensor, result), result.nbytes
+    if shares.count(rows) == axis.size:
 
         def start() -> list[Any]:
-            padded[: source.numel()].copy_(source)
-            return [_all_gather_even(gathered, padded, group=group, async_op=True)]
+            return [all_gather_even(target, source, group=group, async_op=True)]
 
-        def finish() -> None:
-            for part, piece in zip(parts, gathered.split(longest)):
-                part.copy_(piece[: part.numel()])
-
-    return _issue(name, axis, origin, start, result, result.nbytes, (tensor, result), keep, finish)
+        return issue(name, axis, origin, start, result, size, tensors, dtype=tensor.dtype)
+    flat = target.view(-1)
+    lengths = [flat.numel() // total * share for share in shares]
+    call = prepare_all_gather(
+        able.uneven_all_gather, source.view(-1), flat, lengths, axis.rank, group
+    )
+    return issue(
+        name, axis, origin, call.start, result, size, tensors,
+        dtype=tensor.dtype, keep=call.keep, finish=call.finish,
+    )  # fmt: skip
 
 
 def reduce_scatter(
@@ -205,7 +122,7 @@ def reduce_scatter(
     output: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     op: str = "sum",
-    origin: Origin = _NOBODY,
+    origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Reduces the ranks' tensors and gives coordinate r its rows of dim 0.
 
@@ -219,110 +136,90 @@ def reduce_scatter(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "reduce_scatter"
-    row = _check(name, tensor, axis, origin, reduces=True, minimum_ndim=1)
-    _check_op(name, axis, origin, op, ("sum", "avg"), tensor.dtype)
-    if sizes is None and tensor.shape[0] % axis.size:
-        problem = f"{tensor.shape[0]} rows do not divide by {axis.size}; give sizes"
-        _refuse(name, axis, origin, problem)
-    shares = _shares(name, axis, origin, sizes, tensor.shape[0] // axis.size)
-    if sum(shares) != tensor.shape[0]:
-        problem = f"sizes {list(shares)} add up to {sum(shares)}, the tensor has "
-        _refuse(name, axis, origin, f"{problem}{tensor.shape[0]} rows")
-    shape = (shares[axis.rank], *tensor.shape[1:])
-    result = _output(name, axis, origin, output, shape, tensor)
-    if tensor.numel() == 0:
-        return Handle(result)
-    if axis.process_group is None:
-        return Handle(_copy_into(result, tensor))
-    source, target = _plain(tensor), _plain(result).view(-1)
-    group, parts = axis.process_group, list(source.view(-1).split(_flat(shares, source.view(-1))))
-    sum_op = dist.ReduceOp.SUM
-    keep: list[Tensor] = [source, target]
-    unpack: Callable[[], None] | None = None
-    even = len(set(shares)) == 1
-    if even:
-        flat = source.view(-1)
+    able = check_tensor(name, tensor, axis, origin, reduces=True, rows=True)
+    check_op(name, axis, origin, op, ("sum", "avg"), tensor.dtype)
+    shares = cut_rows(name, axis, origin, "sizes", sizes, tensor)
+    result = make_output(name, axis, origin, output, shares[axis.rank], tensor)
+    group = axis.process_group
+    if group is None or tensor.numel() == 0:
+        return Handle(_copied(tensor, result))
+    source, target = _plain(tensor), _plain(result)
+    tensors, size = (tensor, result), tensor.nbytes
+    if shares.count(shares[0]) == axis.size:
 
         def start() -> list[Any]:
-            return [_reduce_scatter_even(target, flat, op=sum_op, group=group, async_op=True)]
-    elif row.uneven_reduce_scatter is Uneven.LIST:
+            return [reduce_scatter_even(target, source, group=group, async_op=True)]
 
-        def start() -> list[Any]:
-            return [dist.reduce_scatter(target, parts, op=sum_op, group=group, async_op=True)]
-    elif row.uneven_reduce_scatter is Uneven.ROOTED:
-        # A reduce may scribble over its tensor on every rank, and the input must stay.
-        scratch = [part.clone() for part in parts]
-        keep += scratch
-
-        def start() -> list[Any]:
-            return [
-                dist.reduce(piece, group_dst=peer, op=sum_op, group=group, async_op=True)
-                for peer, piece in enumerate(scratch)
-                if piece.numel()
-            ]
-
-        def unpack() -> None:
-            target.copy_(scratch[axis.rank])
-    else:
-        longest = max(part.numel() for part in parts)
-        padded = source.new_zeros(axis.size, longest)
-        reduced = source.new_empty(longest)
-        keep += [padded, reduced]
-
-        def start() -> list[Any]:
-            for line, part in zip(padded, parts):
-                line[: part.numel()].copy_(part)
-            flat = padded.view(-1)
-            return [_reduce_scatter_even(reduced, flat, op=sum_op, group=group, async_op=True)]
-
-        def unpack() -> None:
-            target.copy_(reduced[: target.numel()])
-
-    finish = _finish_average(op, target, axis.size, unpack)
-    return _issue(name, axis, origin, start, result, tensor.nbytes, (tensor, result), keep, finish)
+        finish = _then_average(op, target, axis.size)
+        return issue(
+            name, axis, origin, start, result, size, tensors, dtype=tensor.dtype, finish=finish
+        )
+    flat = source.view(-1)
+    lengths = [flat.numel() // tensor.shape[0] * share for share in shares]
+    call = prepare_reduce_scatter(
+        able.uneven_reduce_scatter, flat, target.view(-1), lengths, axis.rank, group
+    )
+    finish = _then_average(op, target, axis.size, call.finish)
+    return issue(
+        name, axis, origin, call.start, result, size, tensors,
+        dtype=tensor.dtype, keep=call.keep, finish=finish,
+    )  # fmt: skip
 
 
 def all_reduce(
-    tensor: Tensor, axis: MeshAxis, *, op: str = "sum", origin: Origin = _NOBODY
+    tensor: Tensor, axis: MeshAxis, *, op: str = "sum", origin: Origin = NOBODY
 ) -> Handle[Tensor]:
-    """Reduces the ranks' tensors, in place on every rank. `op`: "sum", "avg", "max", "min".
+    """Reduces the ranks' tensors, in place on every rank.
+
+    Args:
+        tensor: contiguous, any shape.
+        op: "sum", "avg", "max" or "min".
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_reduce"
-    _check(name, tensor, axis, origin, reduces=True)
-    _check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
-    if axis.process_group is None or tensor.numel() == 0:
+    check_tensor(name, tensor, axis, origin, reduces=True)
+    check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
+    group = axis.process_group
+    if group is None or tensor.numel() == 0:
         return Handle(tensor)
-    target, group = _plain(tensor), axis.process_group
+    target = _plain(tensor)
 
     def start() -> list[Any]:
         return [dist.all_reduce(target, op=_OPS[op], group=group, async_op=True)]
 
-    finish = _finish_average(op, target, axis.size)
-    return _issue(name, axis, origin, start, tensor, tensor.nbytes, (tensor,), (target,), finish)
+    finish = _then_average(op, target, axis.size)
+    return issue(
+        name, axis, origin, start, tensor, tensor.nbytes, (tensor,),
+        dtype=tensor.dtype, finish=finish,
+    )  # fmt: skip
 
 
 def broadcast(
-    tensor: Tensor, axis: MeshAxis, *, source: int, origin: Origin = _NOBODY
+    tensor: Tensor, axis: MeshAxis, *, source: int, origin: Origin = NOBODY
 ) -> Handle[Tensor]:
     """Copies the tensor of coordinate `source` over those of all others, in place.
+
+    Args:
+        tensor: contiguous, any shape, the same on all ranks.
+        source: coordinate on the axis.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "broadcast"
-    row = _check(name, tensor, axis, origin, reduces=False)
-    _check_coordinate(name, axis, origin, "source", source)
-    if axis.process_group is None or tensor.numel() == 0:
+    able = check_tensor(name, tensor, axis, origin, reduces=False)
+    check_coordinate(name, axis, origin, "source", source)
+    group = axis.process_group
+    if group is None or tensor.numel() == 0:
         return Handle(tensor)
-    target, group = _as_transportable(tensor, row), axis.process_group
+    target = _transportable(tensor, able)
 
     def start() -> list[Any]:
         return [dist.broadcast(target, group_src=source, group=group, async_op=True)]
 
-    return _issue(name, axis, origin, start, tensor, tensor.nbytes, (tensor,), (target,))
+    return issue(name, axis, origin, start, tensor, tensor.nbytes, (tensor,), dtype=tensor.dtype)
 
 
 def reduce(
@@ -331,29 +228,38 @@ def reduce(
     *,
     destination: int,
     op: str = "sum",
-    origin: Origin = _NOBODY,
+    origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Reduces the ranks' tensors into that of coordinate `destination`, in place.
 
     On the other coordinates the tensor is scratch space afterwards: its values depend on the
-    backend. `op`: "sum", "avg", "max", "min".
+    backend.
+
+    Args:
+        tensor: contiguous, any shape.
+        destination: coordinate on the axis.
+        op: "sum", "avg", "max" or "min".
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "reduce"
-    _check(name, tensor, axis, origin, reduces=True)
-    _check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
-    _check_coordinate(name, axis, origin, "destination", destination)
-    if axis.process_group is None or tensor.numel() == 0:
+    check_tensor(name, tensor, axis, origin, reduces=True)
+    check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
+    check_coordinate(name, axis, origin, "destination", destination)
+    group = axis.process_group
+    if group is None or tensor.numel() == 0:
         return Handle(tensor)
-    target, group = _plain(tensor), axis.process_group
+    target = _plain(tensor)
 
     def start() -> list[Any]:
         return [dist.reduce(target, group_dst=destination, op=_OPS[op], group=group, async_op=True)]
 
-    finish = _finish_average(op, target, axis.size) if axis.rank == destination else None
-    return _issue(name, axis, origin, start, tensor, tensor.nbytes, (tensor,), (target,), finish)
+    finish = _then_average(op, target, axis.size) if axis.rank == destination else None
+    return issue(
+        name, axis, origin, start, tensor, tensor.nbytes, (tensor,),
+        dtype=tensor.dtype, finish=finish,
+    )  # fmt: skip
 
 
 def all_to_all(
@@ -363,9 +269,11 @@ def all_to_all(
     input_sizes: Sequence[int] | None = None,
     output_sizes: Sequence[int] | None = None,
     output: Tensor | None = None,
-    origin: Origin = _NOBODY,
+    origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Sends every coordinate its block of rows and receives one block from each.
+
+    A rank that sends and receives nothing still takes part, for the others cannot know.
 
     Args:
         tensor: [rows, ...], contiguous: blocks along dim 0 in coordinate order.
@@ -377,218 +285,105 @@ def all_to_all(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_to_all"
-    row = _check(name, tensor, axis, origin, reduces=False, minimum_ndim=1)
+    able = check_tensor(name, tensor, axis, origin, reduces=False, rows=True)
     if (input_sizes is None) != (output_sizes is None):
-        _refuse(name, axis, origin, "give both input_sizes and output_sizes, or neither")
-    if input_sizes is None and tensor.shape[0] % axis.size:
-        problem = f"{tensor.shape[0]} rows do not divide by {axis.size}; give input_sizes"
-        _refuse(name, axis, origin, f"{problem} and output_sizes")
-    sent = _shares(name, axis, origin, input_sizes, tensor.shape[0] // axis.size)
-    received = _shares(name, axis, origin, output_sizes, tensor.shape[0] // axis.size)
-    if sum(sent) != tensor.shape[0]:
-        problem = f"input_sizes {list(sent)} add up to {sum(sent)}, the tensor has "
-        _refuse(name, axis, origin, f"{problem}{tensor.shape[0]} rows")
+        refuse(name, axis, origin, "give both input_sizes and output_sizes, or neither")
+    sent = cut_rows(name, axis, origin, "input_sizes", input_sizes, tensor)
+    received = sent
+    if output_sizes is not None:
+        received = check_shares(name, axis, origin, "output_sizes", output_sizes)
     if sent[axis.rank] != received[axis.rank]:
-        problem = f"this coordinate sends itself {sent[axis.rank]} rows but receives "
-        _refuse(name, axis, origin, f"{problem}{received[axis.rank]}")
-    shape = (sum(received), *tensor.shape[1:])
-    result = _output(name, axis, origin, output, shape, tensor)
-    # A rank that sends and receives nothing still takes part: others cannot know it.
-    if axis.process_group is None:
-        return Handle(_copy_into(result, tensor))
-    source, target = _as_transportable(tensor, row), _as_transportable(result, row)
+        problem = f"this coordinate sends itself {sent[axis.rank]} rows but expects "
+        refuse(name, axis, origin, f"{problem}{received[axis.rank]}")
+    result = make_output(name, axis, origin, output, sum(received), tensor)
     group = axis.process_group
-    row_length = _row_length(tensor.shape, tensor, source)
-    out_lengths = [rows * row_length for rows in received]
-    in_lengths = [rows * row_length for rows in sent]
+    if group is None:
+        return Handle(_copied(tensor, result))
+    source, target = _transportable(tensor, able), _transportable(result, able)
+    # Lengths count in units of dim 0, which bytes have lost.
+    row_shape = tensor.shape[1:]
+    if source.dtype != tensor.dtype:
+        unit = row_shape.numel() * tensor.element_size()
+        source, target = source.view(tensor.shape[0], unit), target.view(result.shape[0], unit)
 
     def start() -> list[Any]:
         return [
             dist.all_to_all_single(
-                target, source, out_lengths, in_lengths, group=group, async_op=True
+                target, source, list(received), list(sent), group=group, async_op=True
             )
         ]
 
-    keep = (source, target)
-    return _issue(name, axis, origin, start, result, tensor.nbytes, (tensor, result), keep)
+    return issue(
+        name, axis, origin, start, result, tensor.nbytes, (tensor, result), dtype=tensor.dtype
+    )
 
 
-def gather_objects(value: Any, axis: MeshAxis, *, origin: Origin = _NOBODY) -> list[Any]:
-    """Every coordinate's value, in coordinate order. For small picklable values; blocks."""
-    if axis.process_group is None:
-        return [value]
+def gather_objects(value: Any, axis: MeshAxis, *, origin: Origin = NOBODY) -> list[Any]:
+    """Every coordinate's value, in coordinate order. For small picklable values; blocks.
+
+    Entered in the ledger twice: lengths first, then the padded values.
+    """
     group = axis.process_group
+    if group is None:
+        return [value]
+    name = "gather_objects"
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(axis.device)
     length = torch.tensor([payload.numel()], dtype=torch.int64, device=axis.device)
-    lengths = torch.empty(axis.size, dtype=torch.int64, device=axis.device)
+    lengths = length.new_empty(axis.size)
 
-    def start() -> list[Any]:
-        return [_all_gather_even(lengths, length, group=group, async_op=True)]
+    def start_lengths() -> list[Any]:
+        return [all_gather_even(lengths, length, group=group, async_op=True)]
 
-    name = "gather_objects"
-    _issue(name, axis, origin, start, lengths, lengths.nbytes, (), (length,)).wait()
+    issue(
+        name, axis, origin, start_lengths, None, lengths.nbytes, (), keep=(length, lengths)
+    ).wait()
     sizes = lengths.tolist()
     longest = max(sizes)
     padded, gathered = payload.new_zeros(longest), payload.new_empty(longest * axis.size)
     padded[: payload.numel()].copy_(payload)
 
-    def start_payload() -> list[Any]:
-        return [_all_gather_even(gathered, padded, group=group, async_op=True)]
+    def start_values() -> list[Any]:
+        return [all_gather_even(gathered, padded, group=group, async_op=True)]
 
-    _issue(name, axis, origin, start_payload, gathered, gathered.nbytes, (), (padded,)).wait()
-    pieces = gathered.cpu().split(longest)
-    return [pickle.loads(bytes(p[:size].tolist())) for p, size in zip(pieces, sizes)]
+    issue(
+        name, axis, origin, start_values, None, gathered.nbytes, (), keep=(padded, gathered)
+    ).wait()
+    pieces = gathered.cpu().numpy().tobytes()
+    return [pickle.loads(pieces[i * longest : i * longest + size]) for i, size in enumerate(sizes)]
 
 
-def barrier(axis: MeshAxis, *, origin: Origin = _NOBODY) -> None:
+def barrier(axis: MeshAxis, *, origin: Origin = NOBODY) -> None:
     """Returns once every coordinate has entered it."""
-    if axis.process_group is None:
+    group = axis.process_group
+    if group is None:
         return
-    token, group = torch.zeros(1, device=axis.device), axis.process_group
+    token = torch.zeros(1, device=axis.device)
 
     def start() -> list[Any]:
         return [dist.all_reduce(token, group=group, async_op=True)]
 
-    _issue("barrier", axis, origin, start, token, 0, (), (token,)).wait().cpu()
+    issue("barrier", axis, origin, start, token, 0, (), keep=(token,)).wait()
+    # On an accelerator wait() orders streams only; reading the value holds the host too.
+    token.item()
 
 
-def _issue(
-    operation: str,
-    axis: MeshAxis,
-    origin: Origin,
-    start: Callable[[], list[Any]],
-    result: Tensor,
-    size: int,
-    tensors: Sequence[Tensor],
-    keep: Sequence[Tensor],
-    finish: Callable[[], None] | None = None,
-) -> Handle[Tensor]:
-    """Enters the call in the ledger, makes it, and wraps what is in flight."""
-    dtype = tensors[0].dtype if tensors else None
-    entries = enter_issue(operation, axis.name, axis.size, axis.tier, size, tensors, dtype, origin)
-    try:
-        works = start()
-    except RuntimeError as error:
-        raise _peer_error(operation, axis, origin, error) from error
-    return Handle(
-        result,
-        works,
-        operation=operation,
-        axis=axis,
-        origin=origin,
-        keep=(*tensors, *keep),
-        finish=finish,
-        entries=entries,
-    )
-
-
-def _finish_average(
-    op: str, target: Tensor, size: int, unpack: Callable[[], None] | None = None
+def _then_average(
+    op: str, target: Tensor, size: int, before: Callable[[], None] | None = None
 ) -> Callable[[], None] | None:
+    """What `wait()` does after the backend: `before`, and for an average the division."""
     if op != "avg":
-        return unpack
+        return before
 
     def finish() -> None:
-        if unpack is not None:
-            unpack()
+        if before is not None:
+            before()
         target.div_(size)
 
     return finish
 
 
-def _check(
-    operation: str,
-    tensor: Tensor,
-    axis: MeshAxis,
-    origin: Origin,
-    *,
-    reduces: bool,
-    minimum_ndim: int = 0,
-) -> Capabilities:
-    """Refuses what a backend would corrupt, misread or hang on; returns the backend's row."""
-    if type(tensor) is not Tensor and not isinstance(tensor, Tensor):
-        _refuse(operation, axis, origin, f"expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        problem = f"the tensor of shape {tuple(tensor.shape)} is not contiguous"
-        if tensor.layout == torch.strided:
-            problem = f"{problem} (strides {tensor.stride()})"
-        _refuse(operation, axis, origin, f"{problem}; call .contiguous()")
-    if tensor.ndim < minimum_ndim:
-        _refuse(operation, axis, origin, "the tensor is 0-dimensional and has no rows")
-    if tensor.device != axis.device:
-        problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
-        _refuse(operation, axis, origin, f"{problem}; move it there")
-    if axis.process_group is None:
-        return TABLE["gloo"]
-    row = capabilities_of(axis.backend, axis.device.type)
-    if row is None:
-        problem = f"backend {axis.backend!r} on {axis.device.type} is not supported"
-        _refuse(operation, axis, origin, f"{problem}; known are {', '.join(TABLE)}")
-    if reduces and tensor.dtype not in row.dtypes:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in row.dtypes))
-        problem = f"{row.backend} cannot reduce {tensor.dtype}; convert to one of {known}"
-        _refuse(operation, axis, origin, problem)
-    return row
-
-
-def _check_op(
-    operation: str,
-    axis: MeshAxis,
-    origin: Origin,
-    op: str,
-    known: tuple[str, ...],
-    dtype: torch.dtype,
-) -> None:
-    if op not in known:
-        _refuse(operation, axis, origin, f"op {op!r} is unknown; use one of {', '.join(known)}")
-    if op == "avg" and not dtype.is_floating_point:
-        _refuse(operation, axis, origin, f"the average of {dtype} is not defined; use op='sum'")
-
-
-def _check_coordinate(
-    operation: str, axis: MeshAxis, origin: Origin, what: str, coordinate: int
-) -> None:
-    if not 0 <= coordinate < axis.size:
-        problem = f"{what}={coordinate} is not a coordinate of the axis"
-        _refuse(operation, axis, origin, f"{problem}; use 0 to {axis.size - 1}")
-
-
-def _shares(
-    operation: str, axis: MeshAxis, origin: Origin, sizes: Sequence[int] | None, equal: int
-) -> tuple[int, ...]:
-    if sizes is None:
-        return (equal,) * axis.size
-    shares = tuple(int(size) for size in sizes)
-    if len(shares) != axis.size or min(shares) < 0:
-        problem = f"sizes {list(shares)} must be {axis.size} non-negative numbers, one a rank"
-        _refuse(operation, axis, origin, problem)
-    return shares
-
-
-def _output(
-    operation: str,
-    axis: MeshAxis,
-    origin: Origin,
-    output: Tensor | None,
-    shape: tuple[int, ...],
-    tensor: Tensor,
-) -> Tensor:
-    if output is None:
-        return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    if tuple(output.shape) != shape:
-        found = tuple(output.shape)
-        _refuse(operation, axis, origin, f"output has shape {found}, the result {shape}")
-    if output.dtype != tensor.dtype or output.device != tensor.device:
-        problem = f"output is {output.dtype} on {output.device}, the tensor {tensor.dtype}"
-        _refuse(operation, axis, origin, f"{problem} on {tensor.device}; they must agree")
-    if not output.is_contiguous():
-        problem = f"output of shape {shape} is not contiguous (strides {output.stride()})"
-        _refuse(operation, axis, origin, f"{problem}; give a contiguous view")
-    return output
-
-
-def _copy_into(target: Tensor, source: Tensor) -> Tensor:
-    if target.data_ptr() != source.data_ptr():
+def _copied(source: Tensor, target: Tensor) -> Tensor:
+    if target.numel() and target.data_ptr() != source.data_ptr():
         _plain(target).copy_(_plain(source))
     return target
 
@@ -598,35 +393,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad else tensor
 
 
-def _as_transportable(tensor: Tensor, row: Capabilities) -> Tensor:
-    """The tensor as one dimension, as bytes where the backend does not know its type."""
-    flat = _plain(tensor).view(-1)
-    return flat if tensor.dtype in row.dtypes else flat.view(torch.uint8)
-
-
-def _flat(shares: Sequence[int], flat: Tensor) -> list[int]:
-    """Elements of `flat` that each share of rows has."""
-    rows = sum(shares)
-    return [flat.numel() // rows * share for share in shares]
-
-
-def _row_length(shape: Sequence[int], tensor: Tensor, flat: Tensor) -> int:
-    """Elements of the transported form that one row has."""
-    elements = list(accumulate([1, *shape[1:]], lambda a, b: a * b))[-1]
-    return elements * tensor.element_size() // flat.element_size()
-
-
-def _where(operation: str, axis: MeshAxis, origin: Origin) -> str:
-    place = f"rank {axis.global_rank}, coordinate {axis.rank} of {axis.size}"
-    return f"{operation} on mesh axis {axis.name!r} ({place}), asked by {origin}"
-
-
-def _refuse(operation: str, axis: MeshAxis, origin: Origin, problem: str) -> NoReturn:
-    raise CollectiveError(f"{_where(operation, axis, origin)}: {problem}")
-
-
-def _peer_error(operation: str, axis: MeshAxis, origin: Origin, error: RuntimeError) -> PeerError:
-    return PeerError(
-        f"rank {axis.global_rank}: lost its peers while waiting in {operation} on axis "
-        f"{axis.name} (ranks {list(axis.ranks)}), asked by {origin}; the backend says: {error}"
-    )
+def _transportable(tensor: Tensor, able: Capabilities) -> Tensor:
+    """The same storage outside autograd, as flat bytes where the backend lacks the type."""
+    plain = _plain(tensor)
+    return plain if tensor.dtype in able.dtypes else plain.view(-1).view(torch.uint8)

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from hp_platform.axis import MeshAxis
+from hp_platform.buffers import ALIGNMENT
 from hp_platform.topology import Tier
 
 
@@ -122,12 +124,62 @@ class Summary:
         return _format_table(header, rows, numeric=2)
 
 
+class _Entry:
+    """A record in the making: cheap to create and to change."""
+
+    __slots__ = (
+        "aligned", "axis", "completed", "dtype", "index", "issue_order", "issued",
+        "operation", "origin", "size", "wait_order", "waited",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        operation: str,
+        axis: MeshAxis,
+        size: int,
+        aligned: bool,
+        dtype: torch.dtype | None,
+        origin: Origin,
+        issued: float,
+    ) -> None:
+        self.operation = operation
+        self.axis = axis
+        self.size = size
+        self.aligned = aligned
+        self.dtype = dtype
+        self.origin = origin
+        self.issued = issued
+        self.index = self.issue_order = -1
+        self.waited: float | None = None
+        self.completed: float | None = None
+        self.wait_order: int | None = None
+
+    def record(self, start: float) -> Record:
+        """The finished record; its times count from `start`."""
+        return Record(
+            index=self.index,
+            operation=self.operation,
+            axis=self.axis.name,
+            axis_size=self.axis.size,
+            tier=self.axis.tier,
+            bytes=self.size,
+            aligned=self.aligned,
+            dtype=self.dtype,
+            origin=self.origin,
+            issued=self.issued - start,
+            issue_order=self.issue_order,
+            waited=None if self.waited is None else self.waited - start,
+            completed=None if self.completed is None else self.completed - start,
+            wait_order=self.wait_order,
+        )
+
+
 class Ledger:
     """Records of the collectives issued while it is open; made by `ledger()`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._records: list[Record] = []
+        self._entries: list[_Entry] = []
         self._events: list[Event] = []
         self._marks: list[tuple[str, float]] = []
         self._start = time.perf_counter()
@@ -137,7 +189,7 @@ class Ledger:
     def records(self) -> list[Record]:
         """All records so far, in order of issue."""
         with self._lock:
-            return list(self._records)
+            return [entry.record(self._start) for entry in self._entries]
 
     @property
     def events(self) -> list[Event]:
@@ -209,8 +261,9 @@ class Ledger:
         marks are instant events.
         """
         process = int(os.environ.get("RANK", "0"))
+        records = self.records
         with self._lock:
-            records, marks = list(self._records), list(self._marks)
+            marks = list(self._marks)
         tracks = {axis: i + 1 for i, axis in enumerate(dict.fromkeys(r.axis for r in records))}
         events: list[dict[str, Any]] = [
             _metadata("process_name", process, 0, f"rank {process}"),
@@ -225,49 +278,17 @@ class Ledger:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
-    def _issue(
-        self,
-        operation: str,
-        axis: str,
-        axis_size: int,
-        tier: Tier,
-        size: int,
-        aligned: bool,
-        dtype: torch.dtype | None,
-        origin: Origin,
-        now: float,
-    ) -> int:
+    def _issue(self, entry: _Entry) -> None:
         with self._lock:
-            index, order = len(self._records), len(self._events)
-            self._records.append(
-                Record(
-                    index=index,
-                    operation=operation,
-                    axis=axis,
-                    axis_size=axis_size,
-                    tier=tier,
-                    bytes=size,
-                    aligned=aligned,
-                    dtype=dtype,
-                    origin=origin,
-                    issued=now - self._start,
-                    issue_order=order,
-                )
-            )
-            self._events.append(Event("issue", index))
-            return index
+            entry.index = len(self._entries)
+            entry.issue_order = len(self._events)
+            self._entries.append(entry)
+            self._events.append(Event("issue", entry.index))
 
-    def _wait(self, index: int, now: float) -> None:
+    def _wait(self, entry: _Entry) -> None:
         with self._lock:
-            order = len(self._events)
-            self._events.append(Event("wait", index))
-            self._records[index] = replace(
-                self._records[index], waited=now - self._start, wait_order=order
-            )
-
-    def _complete(self, index: int, now: float) -> None:
-        with self._lock:
-            self._records[index] = replace(self._records[index], completed=now - self._start)
+            entry.wait_order = len(self._events)
+            self._events.append(Event("wait", entry.index))
 
 
 class _OpenLedgers:
@@ -299,8 +320,8 @@ class _OpenLedgers:
 
 _open = _OpenLedgers()
 
-Entries = tuple[tuple[Ledger, int], ...]
-"""Where one collective has been entered: each ledger, and the record's index in it."""
+Entries = tuple[tuple[Ledger, _Entry], ...]
+"""Where one collective has been entered."""
 
 
 @contextmanager
@@ -332,9 +353,7 @@ ledger.mark = mark  # type: ignore[attr-defined]
 
 def enter_issue(
     operation: str,
-    axis: str,
-    axis_size: int,
-    tier: Tier,
+    axis: MeshAxis,
     size: int,
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype | None,
@@ -343,28 +362,32 @@ def enter_issue(
     """Enters a collective about to be issued; the result goes to `enter_wait`."""
     if not _open.all:
         return ()
-    aligned = all(t.data_ptr() % 512 == 0 and t.nbytes % 512 == 0 for t in tensors)
+    aligned = all(not (t.data_ptr() % ALIGNMENT or t.nbytes % ALIGNMENT) for t in tensors)
     now = time.perf_counter()
-    return tuple(
-        (log, log._issue(operation, axis, axis_size, tier, size, aligned, dtype, origin, now))
+    entries = tuple(
+        (log, _Entry(operation, axis, size, aligned, dtype, origin, now))
         for log in _open.of_this_thread()
     )
+    for log, entry in entries:
+        log._issue(entry)
+    return entries
 
 
 def enter_wait(entries: Entries) -> None:
     """Enters that a wait for the collective begins, in those ledgers that are still open."""
     now = time.perf_counter()
-    for log, index in entries:
+    for log, entry in entries:
         if log in _open.all:
-            log._wait(index, now)
+            entry.waited = now
+            log._wait(entry)
 
 
 def enter_completion(entries: Entries) -> None:
     """Enters that the wait has returned."""
     now = time.perf_counter()
-    for log, index in entries:
+    for log, entry in entries:
         if log in _open.all:
-            log._complete(index, now)
+            entry.completed = now
 
 
 def _metadata(name: str, process: int, track: int, value: str) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""CPU, CUDA and NPU behind one protocol: what the packages need of a device, and no more.
+
+`torch_npu` is looked for with `find_spec`, which runs none of it, and imported only when an
+NPU is asked for: where its runtime is missing the import fails, and a failed import leaves
+half-loaded modules and a changed environment behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hp_platform.errors import HPError
+
+_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+
+
+class Stream(Protocol):
+    """A queue of work on a device."""
+
+    def wait_event(self, event: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self, stream: Any = None) -> None: ...
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool: ...
+
+
+class Device(Protocol):
+    """What the packages ask of a kind of device."""
+
+    @property
+    def type(self) -> str:
+        """Device type as in `torch.device`."""
+
+    @property
+    def backend(self) -> str:
+        """The communication backend's name for `init_process_group`."""
+
+    def is_available(self) -> bool: ...
+    def count(self) -> int: ...
+    def current(self) -> torch.device: ...
+    def set(self, index: int) -> torch.device: ...
+    def synchronize(self) -> None: ...
+    def stream(self) -> Stream: ...
+    def current_stream(self) -> Stream: ...
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]: ...
+    def event(self) -> Event: ...
+    def memory_allocated(self) -> int: ...
+
+
+class _DoneStream:
+    """The CPU's only stream: operations have happened by the time they return."""
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _DoneEvent:
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class CpuDevice:
+    """The CPU; its streams and events have nothing to wait for."""
+
+    type: str = "cpu"
+    backend: str = "gloo"
+
+    def is_available(self) -> bool:
+        return True
+
+    def count(self) -> int:
+        return 1
+
+    def current(self) -> torch.device:
+        return torch.device("cpu")
+
+    def set(self, index: int) -> torch.device:
+        return torch.device("cpu")
+
+    def synchronize(self) -> None:
+        pass
+
+    def stream(self) -> Stream:
+        return _DoneStream()
+
+    def current_stream(self) -> Stream:
+        return _DoneStream()
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def event(self) -> Event:
+        return _DoneEvent()
+
+    def memory_allocated(self) -> int:
+        """Always 0: the CPU allocator keeps no count."""
+        return 0
+
+
+@dataclass(frozen=True)
+class AcceleratorDevice:
+    """CUDA or NPU, through the module PyTorch has registered for the device type."""
+
+    type: str
+    backend: str
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.type)
+
+    def is_available(self) -> bool:
+        return bool(self._module.is_available())
+
+    def count(self) -> int:
+        return int(self._module.device_count())
+
+    def current(self) -> torch.device:
+        return torch.device(self.type, self._module.current_device())
+
+    def set(self, index: int) -> torch.device:
+        self._module.set_device(index)
+        return self.current()
+
+    def synchronize(self) -> None:
+        self._module.synchronize()
+
+    def stream(self) -> Stream:
+        return self._module.Stream()
+
+    def current_stream(self) -> Stream:
+        return self._module.current_stream()
+
+    def use_stream(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._module.stream(stream)
+
+    def event(self) -> Event:
+        return self._module.Event()
+
+    def memory_allocated(self) -> int:
+        return int(self._module.memory_allocated())
+
+
+def device(type: str | None = None) -> Device:
+    """The device of that type: "cpu", "cuda" or "npu"; the best one present when omitted.
+
+    Raises:
+        HPError: the type is unknown, or not usable on this machine.
+    """
+    if type is None:
+        type = next(kind for kind in ("npu", "cuda", "cpu") if _is_usable(kind))
+    if type not in _BACKENDS:
+        raise HPError(f"device type {type!r} is unknown; use one of {', '.join(_BACKENDS)}")
+    if type == "cpu":
+        return CpuDevice()
+    if type == "npu":
+        _import_torch_npu()
+    found = AcceleratorDevice(type, _BACKENDS[type])
+    if not found.is_available():
+        raise HPError(f"this machine has no usable {type} device; use device('cpu')")
+    return found
+
+
+def has_torch_npu() -> bool:
+    """Whether torch_npu is installed; runs none of its code."""
+    return importlib.util.find_spec("torch_npu") is not None
+
+
+def _is_usable(kind: str) -> bool:
+    if kind == "npu":
+        if not has_torch_npu():
+            return False
+        try:
+            _import_torch_npu()
+        except HPError:
+            return False
+        return AcceleratorDevice("npu", "hccl").is_available()
+    return kind == "cpu" or torch.cuda.is_available()
+
+
+def _import_torch_npu() -> None:
+    if not has_torch_npu():
+        raise HPError("device type 'npu' needs torch_npu: install hp-platform[npu]")
+    loaded = set(sys.modules)
+    try:
+        with _environment_kept(_AUTOLOAD):
+            importlib.import_module("torch_npu")
+    except (ImportError, OSError, RuntimeError) as error:
+        for name in [name for name in sys.modules if name.startswith("torch_npu")]:
+            if name not in loaded:
+                del sys.modules[name]
+        raise HPError(
+            f"torch_npu is installed but cannot be loaded ({error}); install the CANN runtime "
+            "that fits it, or use device('cpu')"
+        ) from error
+
+
+@contextlib.contextmanager
+def _environment_kept(name: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before

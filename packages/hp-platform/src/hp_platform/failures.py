@@ -1,0 +1,113 @@
+"""Ends a rank's process loudly and without hanging when it fails.
+
+A rank that raises usually leaves its peers inside a collective. Tearing the process group
+down in an orderly way would wait for them, so the process prints what happened and ends at
+once; its closed connections then fail the peers' collectives, and a launcher such as torchrun
+stops whoever is left. Which rank failed first is written to the store, so that the peers'
+messages can name it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from hp_platform.errors import PeerError
+
+_KEY = "hp_platform/first_failure"
+_PATIENCE = 1.0
+"""Seconds a peer waits for the failing rank's own account before it reports without it."""
+
+
+@dataclass
+class Activity:
+    """What the process is doing, for the report; assign `phase` as the work goes on."""
+
+    what: str
+    phase: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}, {self.phase}" if self.phase else self.what
+
+
+@contextlib.contextmanager
+def reported_failures(what: str) -> Iterator[Activity]:
+    """Reports an exception that leaves the block on standard error and ends the process.
+
+    The report names rank, host, activity and error; a rank that failed because a peer did
+    says which peer, if that one could tell. The exit code is 1, or 130 after an interrupt.
+    `SystemExit` passes through. Wrap the whole main function of a program in it, once.
+
+    Args:
+        what: the activity's name, such as "training".
+    """
+    activity = Activity(what)
+    try:
+        yield activity
+    except SystemExit:
+        raise
+    except KeyboardInterrupt:
+        _end(f"{_who()}: interrupted in {activity}", 130)
+    except BaseException as error:
+        peer = _peer_error_behind(error)
+        if peer is not None:
+            first = _first_failure()
+            because = f"\nthe first failure was: {first}" if first else ""
+            _end(f"{_who()} stopped in {activity}:\n{peer}{because}", 1)
+        account = f"{_who()} failed in {activity}: {type(error).__name__}: {error}"
+        _publish(account)
+        _end(f"{account}\n{''.join(traceback.format_exception(error)).rstrip()}", 1)
+
+
+def _who() -> str:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return f"rank {rank} on {socket.gethostname()}"
+
+
+def _peer_error_behind(error: BaseException | None) -> PeerError | None:
+    """The peer's failure that `error` is or was caused by."""
+    while error is not None and not isinstance(error, PeerError):
+        error = error.__cause__
+    return error
+
+
+def _publish(account: str) -> None:
+    """Writes the account where peers find it; the first failure stays the first."""
+    if not dist.is_initialized():
+        return
+    # Whatever goes wrong here must not hide the failure that is being reported.
+    with contextlib.suppress(Exception):
+        dist.distributed_c10d._get_default_store().compare_set(_KEY, "", account)
+
+
+def _first_failure() -> str:
+    if not dist.is_initialized():
+        return ""
+    with contextlib.suppress(Exception):
+        store = dist.distributed_c10d._get_default_store()
+        store.set_timeout(timedelta(seconds=_PATIENCE))
+        end = time.monotonic() + _PATIENCE
+        while time.monotonic() < end:
+            if store.check([_KEY]):
+                return store.get(_KEY).decode()
+            time.sleep(0.02)
+    return ""
+
+
+def _end(report: str, code: int) -> None:
+    bar = "=" * 72
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    # One write, so that the reports of several ranks do not mix line by line.
+    os.write(2, f"{bar}\n{report}\n{bar}\n".encode())
+    os._exit(code)

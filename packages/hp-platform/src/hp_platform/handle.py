@@ -1,0 +1,179 @@
+"""A collective in flight, and how it is issued, waited for and reported on."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from hp_platform.axis import MeshAxis
+from hp_platform.errors import CollectiveError, PeerError
+from hp_platform.ledger import Entries, Origin, enter_completion, enter_issue, enter_wait
+
+T = TypeVar("T")
+
+NOBODY = Origin("unknown")
+
+_logger = logging.getLogger("hp_platform")
+
+
+class Handle(Generic[T]):
+    """A collective in flight.
+
+    Keeps every tensor the call reads or writes alive until `wait()` has returned, so callers
+    may drop theirs. A handle that is dropped without `wait()` warns, naming who asked, and
+    waits: its buffers must not be reused while the backend still works on them.
+
+    Attributes:
+        done: whether `wait()` has nothing left to do.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_axis",
+        "_entries",
+        "_error",
+        "_finish",
+        "_keep",
+        "_operation",
+        "_origin",
+        "_result",
+        "_works",
+        "done",
+    )
+
+    def __init__(
+        self,
+        result: T,
+        works: Sequence[Any] = (),
+        *,
+        operation: str = "",
+        axis: MeshAxis | None = None,
+        origin: Origin = NOBODY,
+        keep: Sequence[Tensor] = (),
+        finish: Callable[[], None] | None = None,
+        entries: Entries = (),
+    ) -> None:
+        self._result = result
+        self._works = works
+        self._operation = operation
+        self._axis = axis
+        self._origin = origin
+        self._keep = keep
+        self._finish = finish
+        self._entries = entries
+        self._error: PeerError | None = None
+        self.done = axis is None
+
+    def wait(self) -> T:
+        """Returns the result once it is valid; further calls return it again.
+
+        On accelerators the result is valid for work queued on the current stream afterwards.
+
+        Raises:
+            PeerError: the backend failed, with operation, axis and origin named.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self.done:
+            self._settle()
+        return self._result
+
+    def _settle(self) -> None:
+        if self._entries:
+            enter_wait(self._entries)
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            assert self._axis is not None
+            self.done = True
+            self._error = peer_error(self._operation, self._axis, self._origin, error)
+            raise self._error from error
+        if self._finish is not None:
+            self._finish()
+        self.done = True
+        self._works, self._keep, self._finish = (), (), None
+        if self._entries:
+            enter_completion(self._entries)
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else "in flight"
+        return f"<Handle {self._operation} {state}, asked by {self._origin}>"
+
+    def __del__(self) -> None:
+        if getattr(self, "done", True) or self._axis is None:
+            return
+        message = (
+            f"the handle of {where(self._operation, self._axis, self._origin)} was dropped "
+            "without wait(); its result is lost. Keep the handle and call wait()"
+        )
+        # ResourceWarning is hidden by Python's default filters; the log line is not.
+        _logger.warning(message)
+        try:
+            warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+        finally:
+            self._settle()
+
+
+def issue(
+    operation: str,
+    axis: MeshAxis,
+    origin: Origin,
+    start: Callable[[], Sequence[Any]],
+    result: T,
+    size: int,
+    tensors: Sequence[Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Sequence[Tensor] = (),
+    finish: Callable[[], None] | None = None,
+) -> Handle[T]:
+    """Enters a collective in the ledger, makes it, and wraps what is then in flight.
+
+    Args:
+        start: makes the backend's calls and returns their works.
+        result: what `Handle.wait()` returns.
+        size: bytes of the message, for the ledger.
+        tensors: the caller's tensors, whose alignment the ledger shows.
+        keep: tensors of ours that must outlive the call.
+        finish: runs once in `wait()`, after the backend's.
+    """
+    entries = enter_issue(operation, axis, size, tensors, dtype, origin)
+    try:
+        works = start()
+    except RuntimeError as error:
+        raise peer_error(operation, axis, origin, error) from error
+    return Handle(
+        result,
+        works,
+        operation=operation,
+        axis=axis,
+        origin=origin,
+        keep=(*tensors, *keep),
+        finish=finish,
+        entries=entries,
+    )
+
+
+def where(operation: str, axis: MeshAxis, origin: Origin) -> str:
+    """Names a collective in a message."""
+    place = f"rank {axis.global_rank}, coordinate {axis.rank} of {axis.size}"
+    return f"{operation} on mesh axis {axis.name!r} ({place}), asked by {origin}"
+
+
+def refuse(operation: str, axis: MeshAxis, origin: Origin, problem: str) -> NoReturn:
+    """Raises the error of a collective that cannot be made; nothing has been sent."""
+    raise CollectiveError(f"{where(operation, axis, origin)}: {problem}")
+
+
+def peer_error(operation: str, axis: MeshAxis, origin: Origin, error: RuntimeError) -> PeerError:
+    """The error of a collective that failed underneath."""
+    return PeerError(
+        f"rank {axis.global_rank}: lost its peers while waiting in {operation} on axis "
+        f"{axis.name} (ranks {list(axis.ranks)}), asked by {origin}; the backend says: {error}"
+    )
