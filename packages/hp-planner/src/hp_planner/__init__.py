@@ -1,1 +1,7 @@
 """Derives a sharding plan from a transformer's module graph: six pure passes, overrides, lint."""
+
+from hp_planner.derive import plan
+from hp_planner.errors import LintError, PlanError
+from hp_planner.lint import Violation, lint
+
+__all__ = ["LintError", "PlanError", "Violation", "lint", "plan"]

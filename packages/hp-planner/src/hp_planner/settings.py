@@ -1,0 +1,67 @@
+"""What a plan is asked for: the mesh by names and sizes, and the options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from hp_dtensor.mesh import AbstractMesh
+from hp_planner.errors import PlanError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+TENSOR_AXIS = "tp"
+MODEL_AXES = (TENSOR_AXIS, "ep", "cp")
+DATA_AXES = ("dp_replicate", "dp_shard")
+LATER_AXES = {"ep": "expert parallelism", "cp": "context parallelism"}
+
+
+@frozen
+class Settings:
+    """Mesh and options, checked when made.
+
+    Raises:
+        PlanError: an axis has an unknown name, or `ep` or `cp` is larger than 1.
+    """
+
+    mesh: AbstractMesh
+    sequence_parallel: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        known = (*DATA_AXES, *MODEL_AXES)
+        unknown = [name for name in self.mesh.axis_names if name not in known]
+        if unknown:
+            raise PlanError(
+                f"mesh ({self.mesh}): unknown axes {', '.join(unknown)}; the planner knows "
+                f"{', '.join(known)}. Name the axes of the mesh so"
+            )
+        for axis, meaning in LATER_AXES.items():
+            if axis in self.mesh.axis_names and self.mesh.size(axis) > 1:
+                raise PlanError(
+                    f"mesh axis {axis!r} has size {self.mesh.size(axis)}: {meaning} is not "
+                    f"planned yet; use size 1 or leave the axis out"
+                )
+
+    @property
+    def tensor_size(self) -> int:
+        """Ranks of the tensor-parallel axis; 1 where the mesh has none."""
+        return self.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in self.mesh.axis_names else 1
+
+    @property
+    def model_axes(self) -> tuple[str, ...]:
+        return tuple(name for name in self.mesh.axis_names if name in MODEL_AXES)
+
+
+def read_mesh(mesh: DeviceMesh | AbstractMesh | Mapping[str, int]) -> AbstractMesh:
+    """Names and sizes of any mesh.
+
+    Raises:
+        PlanError: a size or a name is not usable.
+    """
+    try:
+        return AbstractMesh.of(mesh)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"mesh: {error}") from error
