@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from attrs import field, frozen
@@ -24,6 +24,11 @@ AxisPlacements = tuple[tuple[str, Placement], ...]
 def _axis_placements(value: Mapping[str, Placement] | AxisPlacements) -> AxisPlacements:
     pairs = value.items() if isinstance(value, Mapping) else value
     return tuple(sorted(((axis, placement) for axis, placement in pairs), key=lambda pair: pair[0]))
+
+
+def _sequence(value: Iterable[Any]) -> tuple[Any, ...]:
+    """`tuple`, annotated: mypy's attrs plugin cannot solve the generic constructor."""
+    return tuple(value)
 
 
 @frozen
@@ -185,9 +190,9 @@ class BoundarySpec:
 
     module: str
     kind: BoundaryKind
-    inputs: tuple[BoundaryTensor, ...] = field(default=(), converter=tuple)
-    outputs: tuple[BoundaryTensor, ...] = field(default=(), converter=tuple)
-    localize: tuple[LocalAttribute, ...] = field(default=(), converter=tuple)
+    inputs: tuple[BoundaryTensor, ...] = field(default=(), converter=_sequence)
+    outputs: tuple[BoundaryTensor, ...] = field(default=(), converter=_sequence)
+    localize: tuple[LocalAttribute, ...] = field(default=(), converter=_sequence)
     region: Region | None = None
     reason: str = ""
 
@@ -207,9 +212,9 @@ class ShardingPlan:
 
     model: str
     mesh: AbstractMesh
-    model_axes: tuple[str, ...] = field(converter=tuple)
-    parameters: tuple[ParameterSpec, ...] = field(converter=tuple)
-    boundaries: tuple[BoundarySpec, ...] = field(converter=tuple)
+    model_axes: tuple[str, ...] = field(converter=_sequence)
+    parameters: tuple[ParameterSpec, ...] = field(converter=_sequence)
+    boundaries: tuple[BoundarySpec, ...] = field(converter=_sequence)
     tied: tuple[tuple[str, ...], ...] = field(
         default=(), converter=lambda value: tuple(tuple(names) for names in value)
     )

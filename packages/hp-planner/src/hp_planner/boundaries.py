@@ -141,8 +141,10 @@ def _problem(
         return f"its parameters belong to several kinds: {', '.join(k.value for k in of_members)}"
     if kind is None or home is None:
         return ""
-    if kinds[home] not in HOMES[kind]:
-        return f"{kind.value} inside {kinds[home].value} ({home}) is not a known structure"
+    around = kinds[home]
+    if around is None or around not in HOMES[kind]:
+        inside = around.value if around else "an unknown block"
+        return f"{kind.value} inside {inside} ({home}) is not a known structure"
     if kinds[home] is BoundaryKind.LAYER and parent(name) != home:
         return f"{kind.value} lies deeper in {home} than one of its direct parts"
     if kind is BoundaryKind.MLP and kinds[home] is BoundaryKind.MOE:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import CodeType
 from typing import Any
 
@@ -224,7 +225,7 @@ def _returns_tuple(code: CodeType) -> bool:
     operations = [instruction.opname for instruction in dis.get_instructions(code)]
     return any(
         first == "BUILD_TUPLE" and second == "RETURN_VALUE"
-        for first, second in zip(operations, operations[1:])
+        for first, second in pairwise(operations)
     )
 
 

@@ -8,7 +8,8 @@ parameter or a contract that no template gives is a violation unless an override
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 
 from attrs import frozen
 from torch import nn
@@ -33,14 +34,41 @@ from hp_planner.templates import instantiate_templates
 # Names of attributes that hold a number of heads or of features over all heads. A forward that
 # reads one views its tensors with the global size, which a rank's share does not have.
 GLOBAL_SIZES = frozenset(
-    ["num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads", "hidden_size", "embed_dim", "all_head_size", "hidden_dim", "intermediate_size", "inner_dim"]
+    {
+        "num_heads",
+        "num_attention_heads",
+        "n_heads",
+        "n_head",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "hidden_size",
+        "embed_dim",
+        "all_head_size",
+        "hidden_dim",
+        "intermediate_size",
+        "inner_dim",
+    }
 )
 # Arguments of a layer's or an attention's forward that are no hidden states of their own.
 KNOWN_ARGUMENTS = frozenset(
-    ["attention_mask", "position_ids", "position_embeddings", "cache", "past_key_values", "past_key_value", "use_cache", "cache_position", "output_attentions", "layer_idx", "output_router_logits"]
+    {
+        "attention_mask",
+        "position_ids",
+        "position_embeddings",
+        "cache",
+        "past_key_values",
+        "past_key_value",
+        "use_cache",
+        "cache_position",
+        "output_attentions",
+        "output_router_logits",
+        "layer_idx",
+    }
 )
 # Methods that read or change the sequence dim of the hidden states.
-SEQUENCE_METHODS = frozenset(["shape", "size", "view", "reshape", "cat", "roll", "chunk", "split", "unbind"])
+SEQUENCE_METHODS = frozenset(
+    {"shape", "size", "view", "reshape", "cat", "roll", "chunk", "split", "unbind"}
+)
 
 
 @frozen
@@ -84,11 +112,14 @@ class Facts:
         return (b for b in self.boundaries if b.kind in kinds and not self.whole(b.module))
 
 
+Check = Callable[[Facts], Iterator[Violation]]
+
+
 def lint(model: nn.Module | ModuleGraph, plan: ShardingPlan) -> tuple[Violation, ...]:
     """Pass 6: every violation of a plan for a model; empty when there is none."""
     graph = model if isinstance(model, ModuleGraph) else read_module(model)
     facts = _facts(graph, plan)
-    checks = (check_coverage, check_axes)
+    checks: tuple[Check, ...] = (check_coverage, check_axes)
     if facts.size > 1:
         checks += (
             check_structure,
@@ -499,7 +530,7 @@ def _edges(facts: Facts) -> Iterator[Edge]:
             in_model = boundary.home == "" and boundary.module in specs
             if boundary.kind is kind and in_model:
                 chain.append(specs[boundary.module])
-    for giver, taker in zip(chain, chain[1:]):
+    for giver, taker in pairwise(chain):
         yield (
             giver.module,
             giver.outputs[0].outside,

@@ -119,7 +119,7 @@ def _read_entry(key: str, value: Any) -> Override:
     rest = {name: part for name, part in value.items() if name != "when"}
     if "use" in rest and len(rest) > 1:
         raise PlanError(f"override {key!r}: give either `use` or placements beside `when`")
-    inner = rest["use"] if "use" in rest else rest
+    inner = rest.get("use", rest)
     return Override(key, _read_value(key, inner), _read_condition(key, value["when"]))
 
 

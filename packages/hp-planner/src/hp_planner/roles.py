@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from attrs import field, frozen
 
@@ -73,6 +73,10 @@ class Evidence:
 Confirm = Callable[[Evidence], str]
 
 
+def _patterns(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
+    return tuple(re.compile(text) for text in texts)
+
+
 @frozen
 class Rule:
     """Names that propose a role, and what must hold.
@@ -83,9 +87,7 @@ class Rule:
     """
 
     role: Role
-    segments: tuple[re.Pattern[str], ...] = field(
-        converter=lambda texts: tuple(re.compile(text) for text in texts)
-    )
+    segments: tuple[re.Pattern[str], ...] = field(converter=_patterns)
     depth: int
     confirm: Confirm
     because: str
