@@ -1,0 +1,168 @@
+"""Functions that ask about a DTensor rather than compute with it: no rule, no layout work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_dtensor.foreach import foreach, is_foreach, unscale
+from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.rules.recipe import words
+
+Handler = Callable[..., Any]
+
+# Properties and methods answered by the wrapper itself, whose dtype, device and sizes are right.
+_OF_WRAPPER = words(
+    """
+    is_cpu is_cuda is_xpu is_mps is_meta is_sparse is_sparse_csr is_quantized is_mkldnn
+    is_nested itemsize nbytes is_complex is_floating_point is_signed is_same_size get_device
+    is_inference is_conj is_neg names
+    """
+)
+_OF_LOCAL = ["is_pinned", "data_ptr", "untyped_storage", "storage_offset", "is_shared"]
+
+
+def _on_wrapper(function: Callable[..., Any]) -> Handler:
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return handler
+
+
+def _on_local(name: str) -> Handler:
+    def handler(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._local, name)(*args, **kwargs)
+
+    return handler
+
+
+def _getter(descriptor: Any) -> Handler:
+    name = descriptor.__name__
+
+    def handler(self: Any, *_: Any) -> Any:
+        from hp_dtensor.dtensor import DTensor
+
+        if name in vars(DTensor):
+            return getattr(self, name)
+        if name in _OF_WRAPPER:
+            with torch._C.DisableTorchFunctionSubclass():
+                return descriptor.__get__(self)
+        raise OperatorError(
+            f"{name}: a DTensor does not have this property. Remedy: read it from to_local() or "
+            "full_tensor()."
+        )
+
+    return handler
+
+
+def _setter(descriptor: Any) -> Handler:
+    name = descriptor.__name__
+
+    def handler(self: Any, value: Any) -> None:
+        from hp_dtensor.dtensor import DTensor
+
+        if name not in vars(DTensor):
+            raise OperatorError(f"{name}: this property of a DTensor cannot be set")
+        setattr(self, name, value)
+
+    return handler
+
+
+def _compatible(first: Tensor, second: Tensor) -> bool:
+    """Whether `first.data = second` will do; torch.nn.Module asks this before it casts."""
+    return (
+        type(first) is type(second)
+        and first.dtype == second.dtype
+        and first.device == second.device
+        and getattr(first, "_layout", None) == getattr(second, "_layout", None)
+    )
+
+
+def _grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    materialize_grads: bool = False,
+    **unsupported: Any,
+) -> tuple[Any, ...]:
+    """`torch.autograd.grad` on the local tensors; gradients come back as DTensors."""
+    from hp_dtensor.dtensor import DTensor
+
+    unsupported = {key: value for key, value in unsupported.items() if key != "only_inputs"}
+    if any(unsupported.values()):
+        raise OperatorError(f"torch.autograd.grad on DTensors does not support {unsupported}")
+    starts = [
+        each._with_plain_gradient() if isinstance(each, DTensor) else each
+        for each in _sequence(outputs)
+    ]
+    seeds = _sequence(grad_outputs) if grad_outputs is not None else [None] * len(starts)
+    ends = _sequence(inputs)
+    gradients = torch.autograd.grad(
+        [getattr(each, "_local", each) for each in starts],
+        [getattr(each, "_local", each) for each in ends],
+        [s._seed(g) if isinstance(s, DTensor) else g for s, g in zip(starts, seeds)],
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    return tuple(
+        DTensor._of(gradient, end.grad_layout)
+        if isinstance(end, DTensor) and gradient is not None
+        else gradient
+        for gradient, end in zip(gradients, ends)
+    )
+
+
+def _sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else [value]
+
+
+@cache
+def _handlers() -> Mapping[Any, Handler]:
+    from hp_dtensor.dtensor import DTensor
+
+    table: dict[Any, Handler] = {}
+    for name, own in vars(DTensor).items():
+        theirs = getattr(torch.Tensor, name, None)
+        if callable(own) and theirs is not None and not name.startswith("__torch"):
+            table.setdefault(theirs, own)
+    for name in _OF_WRAPPER:
+        for space in (torch, torch.Tensor):
+            function = getattr(space, name, None)
+            if callable(function):
+                table[function] = _on_wrapper(function)
+    for name in _OF_LOCAL:
+        table[getattr(torch.Tensor, name)] = _on_local(name)
+    table[torch.numel] = DTensor.numel
+    table[torch.detach] = DTensor.detach
+    table[torch.is_nonzero] = DTensor.__bool__
+    table[torch.Tensor.is_nonzero] = DTensor.__bool__
+    table[torch._has_compatible_shallow_copy_type] = _compatible
+    table[torch.autograd.grad] = _grad
+    table[torch._amp_foreach_non_finite_check_and_unscale_] = unscale
+    return MappingProxyType(table)
+
+
+def direct_handler(function: Callable[..., Any]) -> Handler | None:
+    """What answers `function` without a layout rule, or None."""
+    handler = _handlers().get(function)
+    if handler is not None:
+        return handler
+    name = getattr(function, "__name__", "")
+    if name == "__get__":
+        return _getter(function.__self__)  # type: ignore[attr-defined]
+    if name == "__set__":
+        return _setter(function.__self__)  # type: ignore[attr-defined]
+    if is_foreach(name):
+        return lambda *args, **kwargs: foreach(function, args, kwargs)
+    return None

@@ -1,0 +1,415 @@
+"""Every call of a torch function on a DTensor passes here, above autograd (DESIGN D5).
+
+1. The arguments are flattened, and a key is built of everything that can change the answer.
+2. The operator's rule gives a *recipe*, once per key: a transition for each operand that needs
+   one, how to run the operator on local tensors, and the layouts of the results.
+3. The recipe runs on plain local tensors, under the ambient grad mode, and the results are wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Partial, Replicate
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.rules.engine import OperatorError, operator_error, show
+from hp_dtensor.rules.recipe import Call, Everywhere, Operand, Recipe, Rule, replicated
+from hp_dtensor.rules.table import rule_for
+from hp_dtensor.transition import Transition
+from hp_platform.collectives import Origin
+
+if TYPE_CHECKING:
+    from hp_dtensor.dtensor import DTensor
+
+_any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+
+
+@frozen
+class Implicit:
+    """What an operator may do by itself to operands whose layouts do not fit.
+
+    Attributes:
+        reductions: reduce a pending sum before an operator that is not linear in it, and turn a
+            replicated summand into a pending sum beside one. Changes values on the wire.
+        adjoints: sum a gradient backward where a replicated operand meets sharded ones without
+            having declared that its gradient is `Partial`.
+    """
+
+    reductions: bool = True
+    adjoints: bool = True
+
+
+_PERMISSIVE = Implicit()
+_implicit: ContextVar[Implicit] = ContextVar("hp_dtensor_implicit", default=_PERMISSIVE)
+
+
+@contextmanager
+def implicit(*, reductions: bool, adjoints: bool) -> Iterator[None]:
+    """Within the context, refuse what is switched off instead of inserting it.
+
+    Example:
+        `with implicit(reductions=False, adjoints=True): ...` makes a missing all-reduce an error.
+    """
+    token = _implicit.set(Implicit(reductions, adjoints))
+    try:
+        yield
+    finally:
+        _implicit.reset(token)
+
+
+@frozen
+class Step:
+    """A transition of one operand; `adjoint_only` leaves values as they are."""
+
+    transition: Transition
+    adjoint_only: bool
+    origin: Origin
+
+
+@frozen
+class Plan:
+    """A recipe with its transitions compiled: what one key resolves to."""
+
+    rule: Rule
+    recipe: Recipe
+    steps: tuple[Step | None, ...] | None
+    call: Call
+
+
+class PlanCache:
+    """Bounded memory of a pure function: key to plan. Forgets everything when full."""
+
+    def __init__(self, limit: int = 16384) -> None:
+        self.limit = limit
+        self.plans: dict[Any, Plan] = {}
+
+    def put(self, key: Any, plan: Plan) -> None:
+        if len(self.plans) >= self.limit:
+            self.plans.clear()
+        self.plans[key] = plan
+
+
+_cache = PlanCache()
+
+
+def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs `func` on DTensors, or refuses with what, where and a remedy.
+
+    Raises:
+        OperatorError: the operator has no rule, or its operands' layouts do not fit it.
+    """
+    found: list[Tensor] = []
+    key = (func, _key(args, found), _key(kwargs, found) if kwargs else None)
+    try:
+        plan = _cache.plans.get(key)
+    except TypeError:  # an argument that cannot be hashed: derive every time
+        return _run(_derive(func, args, kwargs, found), func, args, kwargs, found)
+    if plan is None:
+        plan = _derive(func, args, kwargs, found)
+        _cache.put(key, plan)
+    return _run(plan, func, args, kwargs, found)
+
+
+def plan_for(
+    name: str, rule: Rule, args: tuple[Any, ...], kwargs: Mapping[str, Any], found: list[Tensor]
+) -> Plan:
+    """The plan of one call of the operator `name`, for functions that stand for many calls."""
+    key = (name, _key(args, []), _key(kwargs, []))
+    plan = _cache.plans.get(key)
+    if plan is None:
+        plan = _bind(name, rule, args, kwargs, found)
+        _cache.put(key, plan)
+    return plan
+
+
+# -- 1. flatten -------------------------------------------------------------------------------
+
+
+def _key(value: Any, found: list[Tensor]) -> Any:
+    """A hashable description of an argument; tensors are appended to `found` in order."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        found.append(value)
+        layout = getattr(value, "_layout", None)
+        if layout is not None:
+            return layout, value.dtype
+        return _plain_key(value)
+    if kind is tuple or kind is list:
+        return kind, tuple([_key(item, found) for item in value])
+    if kind is dict:
+        return tuple([(name, _key(item, found)) for name, item in value.items()])
+    if kind is slice:
+        return slice, value.start, value.stop, value.step
+    if isinstance(value, tuple | list):  # torch.Size and other sequences
+        return kind, tuple([_key(item, found) for item in value])
+    return kind, value
+
+
+def _plain_key(value: Tensor) -> Any:
+    return "plain", tuple(value.shape), value.dtype, value.requires_grad
+
+
+def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
+    """The tensors with their layouts; refuses what has none."""
+    layouts = [getattr(tensor, "_layout", None) for tensor in found]
+    first = next(layout for layout in layouts if layout is not None)
+    operands = []
+    for index, (tensor, layout) in enumerate(zip(found, layouts)):
+        if layout is None:
+            _check_plain(name, tensor, [each for each in layouts if each is not None])
+            everywhere = [Replicate()] * len(first.placements)
+            operands.append(
+                Operand(index, Layout(first.mesh, everywhere, ()), tensor.dtype, plain=True)
+            )
+        else:
+            operands.append(Operand(index, layout, tensor.dtype))
+    return tuple(operands)
+
+
+def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout]) -> None:
+    if isinstance(tensor, TorchDTensor):
+        raise OperatorError(
+            f"{name}: a DTensor of torch.distributed.tensor is mixed with one of hp_dtensor. "
+            "Remedy: convert it with DTensor.from_local(t.to_local(), t.device_mesh, "
+            "t.placements, shape=t.shape)."
+        )
+    if tensor.ndim > 0:
+        raise operator_error(
+            name,
+            f"a plain tensor of shape {tuple(tensor.shape)} is mixed with DTensors, so which part "
+            "of the global tensor it holds is unknown",
+            placed,
+            remedy="wrap it with DTensor.from_local(tensor, mesh, placements, shape=...), "
+            "Replicate() if every rank holds all of it; or take full_tensor() of the DTensor",
+        )
+    if tensor.requires_grad:
+        raise operator_error(
+            name,
+            "a plain 0-dimensional tensor that requires a gradient is mixed with DTensors; its "
+            "gradient would be this rank's summand",
+            placed,
+            remedy="wrap it with DTensor.from_local(tensor, mesh, [Replicate(), ...])",
+        )
+
+
+# -- 2. derive --------------------------------------------------------------------------------
+
+
+def operator_name(func: Callable[..., Any]) -> str:
+    """What errors call a function: `add`, or the property a getter reads."""
+    if getattr(func, "__name__", "") in ("__get__", "__set__"):
+        owner = getattr(func, "__self__", None)
+        return getattr(owner, "__name__", str(func))
+    return getattr(func, "__name__", str(func))
+
+
+def _derive(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    found: Sequence[Tensor],
+) -> Plan:
+    return _bind(operator_name(func), rule_for(func), args, kwargs, found)
+
+
+def _bind(
+    name: str,
+    rule: Rule | None,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    found: Sequence[Tensor],
+) -> Plan:
+    operands = _operands(name, found)
+    if rule is None:
+        rule = _replicated_rule(name, operands)
+    call = Call.bind(rule, name, operands, args, dict(kwargs))
+    recipe = rule.derive(call)
+    if recipe is None:  # the rule does not cover these arguments
+        recipe = _replicated_rule(name, operands).derive(call)
+    assert recipe is not None
+    if call.inplace:
+        _check_inplace(call, recipe)
+    return Plan(rule, recipe, _compile(call, recipe), call)
+
+
+def _replicated_rule(name: str, operands: Sequence[Operand]) -> Rule:
+    """An operator without a rule runs as it is where every rank holds everything."""
+    layouts = [operand.layout for operand in operands]
+    for layout in layouts:
+        everything = all(isinstance(p, Replicate) for p in layout.placements)
+        if not everything or any(isinstance(g, Partial) for g in layout.grad_placements):
+            raise operator_error(
+                name,
+                "no rule says how this operator acts on sharded or partial tensors",
+                layouts,
+                remedy="redistribute the operands to Replicate() first, or compute on to_local() "
+                "and wrap the result with DTensor.from_local()",
+            )
+        if layout.mesh != layouts[0].mesh:
+            raise operator_error(name, "operands are on different meshes", layouts)
+    return replicated(name, layouts[0].mesh, len(layouts[0].placements))
+
+
+def _check_inplace(call: Call, recipe: Recipe) -> None:
+    """What is written in place must keep its layout: its memory is the result."""
+    for target in call.targets:
+        operand = call.operands[target]
+        if operand.plain:
+            raise operator_error(
+                call.operator,
+                "a plain tensor cannot be written from DTensors in place",
+                call.layouts,
+                remedy="write into a DTensor, or use full_tensor() on the source",
+            )
+        needed = recipe.operands[target] if recipe.operands else None
+        output = recipe.outputs
+        for became in (needed, output if isinstance(output, Layout) else None):
+            if became is None:
+                continue
+            if (became.placements, became.shape) != (operand.layout.placements, operand.shape):
+                raise operator_error(
+                    call.operator,
+                    f"the tensor written in place is {show(operand.layout)}, but the result "
+                    f"would be {show(became)}",
+                    call.layouts,
+                    remedy="redistribute the other operand first, or use the operator that is not "
+                    "in place",
+                )
+
+
+def _compile(call: Call, recipe: Recipe) -> tuple[Step | None, ...] | None:
+    if recipe.operands is None:
+        return None
+    steps = [_step(call, operand, need) for operand, need in zip(call.operands, recipe.operands)]
+    return tuple(steps) if any(step is not None for step in steps) else None
+
+
+def _step(call: Call, operand: Operand, needed: Layout | None) -> Step | None:
+    if needed is None or needed == operand.layout:
+        return None
+    same = needed.placements == operand.layout.placements
+    if call.inplace and operand.index in call.targets and not same:
+        return None  # refused by _check_inplace
+    origin = Origin("hp_dtensor", f"{call.operator}[{operand.index}]", "operator")
+    return Step(Transition.compile(operand.layout, needed), same, origin)
+
+
+# -- 3. run -----------------------------------------------------------------------------------
+
+
+def _run(
+    plan: Plan,
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    found: Sequence[Tensor],
+) -> Any:
+    given = local_operands(plan, found)
+    supply = iter(given)
+    local_args = _substitute(args, supply)
+    local_kwargs = _substitute(kwargs, supply) if kwargs else {}
+    run = plan.recipe.run
+    if run is None:
+        result = func(*local_args, **local_kwargs)
+    else:
+        result = run(func, local_args, local_kwargs)
+    if plan.call.inplace:
+        return _written(plan, found)
+    return _wrap(plan.recipe.outputs, result, found, given)
+
+
+def local_operands(plan: Plan, found: Sequence[Tensor]) -> list[Tensor]:
+    """Local tensors of the operands, after the transitions the rule asks for."""
+    locals_ = [_local(plan, tensor) for tensor in found]
+    if plan.steps is None:
+        return locals_
+    return [
+        local if step is None else _apply(plan, step, local)
+        for local, step in zip(locals_, plan.steps)
+    ]
+
+
+def _local(plan: Plan, tensor: Any) -> Tensor:
+    local = getattr(tensor, "_local", None)
+    if local is None:
+        return tensor
+    if not local.requires_grad and _any_requires_grad(tensor):
+        raise OperatorError(
+            f"{plan.call.operator}: an operand came out of torch.autograd.Function.apply, which "
+            "computed on a DTensor without its gradient. Remedy: call to_local() before the "
+            "function and DTensor.from_local() after it, or declare the module an opaque region."
+        )
+    return local
+
+
+def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
+    if step.adjoint_only and not (local.requires_grad and torch.is_grad_enabled()):
+        return local
+    policy = _implicit.get()
+    if not (policy.adjoints if step.adjoint_only else policy.reductions):
+        what = (
+            "a replicated operand meets sharded ones and its gradient is not declared Partial"
+            if step.adjoint_only
+            else "an operand would have to be reduced or redistributed first"
+        )
+        raise operator_error(
+            plan.call.operator,
+            f"{what} ({step.transition})",
+            plan.call.layouts,
+            remedy="redistribute it explicitly, or declare it in the boundary's contract",
+        )
+    return step.transition.apply(local, origin=step.origin)
+
+
+def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:
+    """The same arguments with local tensors, taken in the order `_key` found them."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return next(supply)
+    if kind is tuple or kind is list:
+        return kind([_substitute(item, supply) for item in value])
+    if kind is dict:
+        return {name: _substitute(item, supply) for name, item in value.items()}
+    return value
+
+
+def _written(plan: Plan, found: Sequence[Tensor]) -> Any:
+    """Operators in place return the object that was written."""
+    targets = [found[index] for index in plan.call.targets]
+    for target in targets:
+        target._follow_local()  # type: ignore[attr-defined]
+    return targets if plan.call.returns_list else targets[0]
+
+
+def _wrap(outputs: Any, result: Any, found: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+    if isinstance(result, Tensor):
+        if outputs is None:
+            return result
+        layout = outputs.of(result) if isinstance(outputs, Everywhere) else outputs
+        for original, local in zip(found, given):
+            if local is result and getattr(original, "_layout", None) == layout:
+                return original  # the function returned its argument, as `contiguous` may
+        return make(result, layout)
+    if isinstance(result, tuple | list):
+        single = outputs is None or isinstance(outputs, Layout | Everywhere)
+        each = [outputs] * len(result) if single else outputs
+        wrapped = [_wrap(output, item, found, given) for item, output in zip(result, each)]
+        if hasattr(result, "_fields"):
+            return type(result)(*wrapped)
+        return type(result)(wrapped)
+    return result
+
+
+def make(local: Tensor, layout: Layout) -> DTensor:
+    """Wraps a result."""
+    from hp_dtensor.dtensor import DTensor
+
+    return DTensor._of(local, layout)

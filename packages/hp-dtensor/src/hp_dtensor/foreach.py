@@ -1,0 +1,148 @@
+"""torch's `_foreach_` functions, which optimizers and norm clipping call, on lists of tensors.
+
+Plain tensors and DTensors of different layouts and meshes may be in one list; each index is a call
+of its own to the layout rules, and one call of the function does the work on all local tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hp_dtensor.dispatch import Plan, local_operands, make, plan_for
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import is_sharding
+from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.rules.recipe import is_inplace
+from hp_dtensor.rules.reduction import finished_norm, norm_layouts, settled, summable_norm
+from hp_dtensor.rules.table import rule_named
+from hp_dtensor.transition import Transition
+from hp_platform.axis import MeshAxis
+from hp_platform.collectives import Origin, all_reduce
+
+_PREFIX = "_foreach_"
+
+
+def is_foreach(name: str) -> bool:
+    return name.startswith(_PREFIX)
+
+
+def foreach(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs one `_foreach_` function.
+
+    Raises:
+        OperatorError: the function has no rule, or the layouts at one index do not fit together.
+    """
+    name = function.__name__[len(_PREFIX) :]
+    if name == "norm":
+        return _norms(*args, **kwargs)
+    rule = rule_named(name) or rule_named(name.rstrip("_"))
+    if rule is None:
+        raise OperatorError(
+            f"{function.__name__}: no rule for this operator on DTensors. Remedy: pass "
+            "foreach=False, or call it on to_local() tensors."
+        )
+    count = len(args[0])
+    columns = [value if _is_list(value, count) else None for value in args]
+    plans: list[Plan | None] = []
+    locals_: list[list[Any]] = [[] for _ in args]
+    shared: list[Any] = [None] * len(args)
+    for index in range(count):
+        row = tuple(
+            value if column is None else column[index] for value, column in zip(args, columns)
+        )
+        plan, local = _row(name, rule, row, kwargs)
+        plans.append(plan)
+        for position, value in enumerate(local):
+            locals_[position].append(value)
+            shared[position] = value
+    given = [
+        shared[position]
+        if column is None and count
+        else (locals_[position] if column is not None else args[position])
+        for position, column in enumerate(columns)
+    ]
+    result = function(*given, **kwargs)
+    if is_inplace(name):
+        for target in args[0]:
+            if hasattr(target, "_follow_local"):
+                target._follow_local()
+        return result
+    return _wrapped(result, plans)
+
+
+def _is_list(value: Any, count: int) -> bool:
+    return isinstance(value, tuple | list) and len(value) == count
+
+
+def _row(
+    name: str, rule: Any, row: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Plan | None, Sequence[Any]]:
+    """One index: its plan (None for plain tensors only) and its local arguments."""
+    tensors = [value for value in row if isinstance(value, Tensor)]
+    if all(getattr(tensor, "_layout", None) is None for tensor in tensors):
+        return None, row
+    plan = plan_for(name, rule, row, kwargs, tensors)
+    supply = iter(local_operands(plan, tensors))
+    return plan, [next(supply) if isinstance(value, Tensor) else value for value in row]
+
+
+def _wrapped(result: Any, plans: Sequence[Plan | None]) -> list[Any]:
+    return [
+        local if plan is None else make(local, plan.recipe.outputs)
+        for local, plan in zip(result, plans)
+    ]
+
+
+def _norms(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None = None) -> Any:
+    """Global norms of every tensor; one reduction per mesh and set of sharding axes."""
+    order = float(ord)
+    norms: list[Any] = [None] * len(tensors)
+    pending: dict[tuple[Layout, torch.dtype], list[int]] = {}
+    parts: list[Tensor] = []
+    for index, tensor in enumerate(tensors):
+        layout = getattr(tensor, "_layout", None)
+        if layout is None:
+            norms[index] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
+            parts.append(norms[index])
+            continue
+        needed = settled(layout)
+        local: Tensor = tensor._to(needed)._local  # type: ignore[attr-defined]
+        local = local if dtype is None else local.to(dtype)
+        if any(is_sharding(p) for p in needed.placements):
+            parts.append(summable_norm(local, order))
+        else:
+            parts.append(torch.linalg.vector_norm(local, order))
+        source, _ = norm_layouts(needed, order)
+        pending.setdefault((source, local.dtype), []).append(index)
+    for (source, _), indices in pending.items():
+        fused = source.with_shape((len(indices),))
+        target = norm_layouts(source, order)[1]
+        stacked = torch.stack([parts[index] for index in indices])
+        if fused.partial_axes():
+            origin = Origin("hp_dtensor", f"norms of {len(indices)} tensors", "optimizer")
+            whole = fused.with_placements(target.placements)
+            stacked = Transition.compile(fused, whole).apply(stacked, origin=origin)
+            stacked = finished_norm(stacked, order)
+        for value, index in zip(stacked.unbind(), indices):
+            norms[index] = make(value, target)
+    return norms
+
+
+def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    """Gradient scaling: a value that is not finite on any rank of a mesh is found on all."""
+    locals_ = [getattr(gradient, "_local", gradient) for gradient in gradients]
+    torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inverse_scale)
+    meshes = {}
+    for gradient in gradients:
+        layout = getattr(gradient, "_layout", None)
+        if layout is not None:
+            meshes.setdefault(layout.mesh, layout)
+    origin = Origin("hp_dtensor", "found_inf", "optimizer")
+    for mesh in meshes:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                all_reduce(found_inf, MeshAxis.of_mesh(mesh, axis), op="max", origin=origin).wait()

@@ -1,0 +1,226 @@
+"""Rules of operators that act on each element by itself, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Replicate
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import RaggedShard
+from hp_dtensor.rules.engine import derive, parse
+from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
+
+# What a value of 0 stays, and a sum of summands goes through: linear in the operand.
+LINEAR = words(
+    """
+    neg negative positive clone contiguous detach deg2rad rad2deg conj resolve_conj resolve_neg
+    zero_
+    """
+)
+
+NONLINEAR = words(
+    """
+    abs absolute acos acosh asin asinh atan atanh atan2 ceil clamp clip clamp_min clamp_max
+    copysign cos cosh digamma erf erfc erfinv exp exp2 expm1 floor fmax fmin fmod frac gelu elu
+    celu selu relu relu6 leaky_relu hardsigmoid hardswish hardtanh hypot i0 isfinite isinf isnan
+    isneginf isposinf ldexp lerp lgamma log log10 log1p log2 logaddexp logaddexp2 logical_and
+    logical_not logical_or logical_xor logit maximum minimum mish nan_to_num nextafter pow
+    float_power reciprocal remainder round rsqrt sigmoid sign sgn signbit silu sin sinc sinh
+    softplus logsigmoid softsign tanhshrink sqrt square tan tanh threshold trunc fix xlogy
+    addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less
+    less_equal not_equal isclose bitwise_and bitwise_or bitwise_xor bitwise_not
+    bitwise_left_shift bitwise_right_shift floor_divide fill_ __rpow__
+    __floordiv__ __rfloordiv__ __rmod__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
+    __invert__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__ __ipow__
+    __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+    """
+)
+
+_CASTS = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "short": torch.int16,
+    "bool": torch.bool,
+}
+
+_LIKE = ("zeros_like", "empty_like", "ones_like", "full_like")
+
+
+def pointwise(call: Call, *, linear: bool, join: str = ",") -> Recipe:
+    """Every operand broadcasts; the output is cut where an operand is."""
+    layouts = [operand.layout for operand in call.operands]
+    if call.inplace and "out" in call.arguments:
+        layouts = layouts[:-1]
+    if any(isinstance(p, RaggedShard) for layout in layouts for p in layout.placements):
+        recipe = _identical(call, layouts)
+    else:
+        pattern = parse(f" {join} ".join(["..."] * len(layouts)) + " -> ...", linear=linear)
+        derivation = derive(call.operator, pattern, layouts)
+        recipe = Recipe(derivation.operands, derivation.outputs[0])
+    if len(layouts) < len(call.operands):
+        return Recipe((*(recipe.operands or ()), None), recipe.outputs)
+    return recipe
+
+
+def _identical(call: Call, layouts: list[Layout]) -> Recipe:
+    """Ragged shards follow no dim: operands must be alike, or 0-dimensional."""
+    placed = [layout for layout in layouts if layout.shape]
+    first = placed[0]
+    for layout in placed:
+        if (layout.shape, layout.placements) != (first.shape, first.placements):
+            raise call.error(
+                "operands placed RaggedShard must all be laid out alike",
+                "redistribute the others to the same placements",
+            )
+        if any(isinstance(p, Partial) for p in layout.placements):
+            raise call.error("pending sums beside ragged shards", "redistribute to RaggedShard")
+    for layout in layouts:
+        if not layout.shape and not layout.is_replicated:
+            raise call.error("a 0-dimensional operand is not replicated", "redistribute it")
+    grads = [Partial() if not isinstance(p, Replicate) else Replicate() for p in first.placements]
+    needed = [
+        layout if layout.shape else layout.with_placements(layout.placements, grads)
+        for layout in layouts
+    ]
+    return Recipe(tuple(needed), first)
+
+
+def _additive(call: Call) -> Recipe:
+    """`a + b`, `a - b`: a Python number is a constant that only one rank may add."""
+    numbers = [
+        value
+        for name, value in call.arguments.items()
+        if name in ("input", "other") and not isinstance(value, Operand)
+    ]
+    return pointwise(call, linear=all(number == 0 for number in numbers), join="+")
+
+
+def _divide(call: Call) -> Recipe:
+    """Linear in the numerator, where nothing is rounded."""
+    if call.get("rounding_mode") is not None:
+        return pointwise(call, linear=False)
+    return pointwise(call, linear=not _is_partial(call.get("other")))
+
+
+def _reverse_divide(call: Call) -> Recipe:
+    return pointwise(call, linear=False)
+
+
+def _is_partial(operand: Any) -> bool:
+    return isinstance(operand, Operand) and any(
+        isinstance(p, Partial) for p in operand.layout.placements
+    )
+
+
+def _cast(call: Call) -> Recipe:
+    """To another dtype or device; linear unless it rounds to integers."""
+    target: Any = _CASTS.get(call.operator)
+    for value in call.arguments.values():
+        if isinstance(value, torch.dtype):
+            target = value
+        elif isinstance(value, Operand) and value is not call.input:
+            target = value.dtype
+    source = call.input
+    linear = target is None or target.is_floating_point or not source.dtype.is_floating_point
+    derivation = derive(
+        call.operator,
+        parse("... -> ...", linear=linear and target is not torch.bool),
+        [source.layout],
+    )
+    rest = (None,) * (len(call.operands) - 1)
+    return Recipe((*derivation.operands, *rest), derivation.outputs[0])
+
+
+def _ragged_or(call: Call, rule: Callable[[Call], Recipe]) -> Recipe:
+    """Unary operators on ragged shards keep the layout."""
+    if any(isinstance(p, RaggedShard) for p in call.input.layout.placements):
+        return Recipe(None, call.input.layout)
+    return rule(call)
+
+
+def _like(call: Call) -> Recipe:
+    """A new tensor where the old one is. A pending sum of ones would count the ranks."""
+    layout = call.input.layout
+    placements = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
+    return Recipe(None, layout.with_placements(placements))
+
+
+def _new(call: Call) -> Recipe:
+    """`x.new_zeros(size)` and its kin: the same new tensor on every rank."""
+    layout = call.input.layout
+    size = call.get("size", ())
+    return Recipe(None, Layout(layout.mesh, [Replicate()] * len(layout.placements), size))
+
+
+def _copy(call: Call) -> Recipe:
+    """The source is laid out like the target."""
+    target, source = call.operands[0].layout, call.operands[1].layout
+    if source.shape == target.shape:
+        return Recipe((target, target.with_placements(target.placements)), target)
+    return pointwise(call, linear=False)
+
+
+def _dropout(call: Call) -> Recipe:
+    training = call.get("training", call.get("train", True))
+    if training and call.get("p", 0.5) > 0:
+        return no_generator(call)
+    return pointwise(call, linear=True)
+
+
+def no_generator(call: Call) -> Recipe:
+    raise call.error(
+        "each rank's own generator would give shards numbers that depend on the layout, and "
+        "replicas different ones",
+        "use hp_dtensor.random (rand, normal_, dropout, Dropout), whose values belong to the "
+        "global tensor",
+    )
+
+
+def rules() -> Mapping[str, Rule]:
+    """Rules by name of the torch function."""
+    found: dict[str, Rule] = {}
+    two = ("input", "other", "third")
+    for name in LINEAR:
+        found[name] = Rule(
+            name, partial(_ragged_or, rule=partial(pointwise, linear=True)), ("input",)
+        )
+    for name in NONLINEAR:
+        found[name] = Rule(name, partial(pointwise, linear=False), (*two, "fourth"))
+    for name in ("add", "sub", "subtract", "rsub", "__rsub__", "__radd__", "__iadd__", "__isub__"):
+        found[name] = Rule(name, _additive, two)
+    for name in ("mul", "multiply", "__rmul__", "__imul__"):
+        found[name] = Rule(name, partial(pointwise, linear=True), two)
+    for name in ("div", "divide", "true_divide", "__itruediv__", "__idiv__"):
+        found[name] = Rule(name, _divide, two)
+    for name in ("__rdiv__", "__rtruediv__"):
+        found[name] = Rule(name, _reverse_divide, two)
+    for name in (*_CASTS, "to", "type_as", "cpu", "cuda", "type"):
+        found[name] = Rule(
+            name, partial(_ragged_or, rule=_cast), ("input", "dtype", "other", "third", "fourth")
+        )
+    for name in _LIKE:
+        found[name] = Rule(name, _like, ("input", "other"))
+    for name in ("new_zeros", "new_ones", "new_empty", "new_full"):
+        found[name] = Rule(
+            name, _new, ("input", "size") if name == "new_full" else ("input", "*size")
+        )
+    found["copy_"] = Rule("copy_", _copy, ("input", "other", "non_blocking"))
+    for name in ("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"):
+        found[name] = Rule(name, _dropout, ("input", "p", "training", "inplace"))
+    for name in words(
+        """
+    rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_ random_ exponential_
+    cauchy_ log_normal_ geometric_ multinomial normal poisson rrelu kaiming_uniform_
+    kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
+    """
+    ):
+        found[name] = Rule(name, no_generator, ("*all",))
+    return found
