@@ -147,7 +147,10 @@ def issue(
     try:
         works = start()
     except RuntimeError as error:
-        raise peer_error(operation, axis, origin, error) from error
+        if _tells_of_a_peer(error):
+            raise peer_error(operation, axis, origin, error) from error
+        message = f"{where(operation, axis, origin)}: the backend refused the call: {error}"
+        raise CollectiveError(message) from error
     return Handle(
         result,
         works,
@@ -158,6 +161,11 @@ def issue(
         finish=finish,
         entries=entries,
     )
+
+
+def _tells_of_a_peer(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connect", "closed", "reset by", "timed out", "timeout"))
 
 
 def where(operation: str, axis: MeshAxis, origin: Origin) -> str:

@@ -76,7 +76,11 @@ class Simulator:
         for group in self.groups(axis):
             locals_ = [tensors[rank] for rank in group]
             found = [t.shape[0] for t in locals_]
-            expected = self._sizes("all_gather", sizes, group, [found[0]] * len(group))
+            expected = (
+                [found[0]] * len(group)
+                if sizes is None
+                else self._sizes("all_gather", sizes, group, len(group))
+            )
             if found != expected:
                 raise CollectiveError(
                     f"all_gather: ranks {group} hold {found} rows, sizes says {expected}"
@@ -95,7 +99,11 @@ class Simulator:
         results = list(tensors)
         for group in self.groups(axis):
             total = _reduced([tensors[rank] for rank in group], op)
-            shares = self._sizes("reduce_scatter", sizes, group, _equal(total, group))
+            shares = (
+                _equal(total, group)
+                if sizes is None
+                else self._sizes("reduce_scatter", sizes, group, len(group))
+            )
             _check_sum("reduce_scatter", group, shares, total)
             for rank, piece in zip(group, total.split(shares)):
                 results[rank] = piece.clone()
@@ -145,14 +153,19 @@ class Simulator:
         for group in self.groups(axis):
             blocks = []
             for rank in group:
-                equal = _equal(tensors[rank], group)
-                sent = self._sizes("all_to_all", input_sizes, (rank,), equal, len(group))
+                sent = (
+                    _equal(tensors[rank], group)
+                    if input_sizes is None
+                    else self._sizes("all_to_all", input_sizes, (rank,), len(group))
+                )
                 _check_sum("all_to_all", (rank,), sent, tensors[rank])
                 blocks.append(tensors[rank].split(sent))
             for coordinate, rank in enumerate(group):
                 parts = [sender[coordinate] for sender in blocks]
                 found = [part.shape[0] for part in parts]
-                wanted = self._sizes("all_to_all", output_sizes, (rank,), found, len(group))
+                wanted = found
+                if output_sizes is not None:
+                    wanted = self._sizes("all_to_all", output_sizes, (rank,), len(group))
                 if found != wanted:
                     raise CollectiveError(
                         f"all_to_all: rank {rank} is sent {found} rows, its output_sizes says "
@@ -169,23 +182,16 @@ class Simulator:
             )
 
     def _sizes(
-        self,
-        operation: str,
-        sizes: Sizes | None,
-        ranks: tuple[int, ...],
-        default: list[int],
-        length: int | None = None,
+        self, operation: str, sizes: Sizes, ranks: tuple[int, ...], length: int
     ) -> list[int]:
-        """The shares that `ranks` agree on."""
-        if sizes is None:
-            return default
+        """The shares that `ranks` agree on, one for each of `length` coordinates."""
         rows = [_row_of(sizes, rank) for rank in ranks]
         if any(row != rows[0] for row in rows):
             raise CollectiveError(f"{operation}: ranks {ranks} disagree about sizes: {rows}")
-        if len(rows[0]) != (length or len(ranks)) or any(size < 0 for size in rows[0]):
+        if len(rows[0]) != length or any(size < 0 for size in rows[0]):
             raise CollectiveError(
-                f"{operation}: sizes {rows[0]} of ranks {ranks} must be {length or len(ranks)} "
-                "non-negative numbers"
+                f"{operation}: sizes {rows[0]} of ranks {ranks} must be {length} non-negative "
+                "numbers of rows"
             )
         return rows[0]
 

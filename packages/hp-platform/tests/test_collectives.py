@@ -1,0 +1,274 @@
+"""Collectives on gloo ranks: refusals, handles and what the ledger says of them."""
+
+import gc
+import logging
+import warnings
+
+import pytest
+import torch
+
+from hp_platform import (
+    CollectiveError,
+    MeshAxis,
+    Origin,
+    PeerError,
+    Tier,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather_objects,
+    ledger,
+    reduce,
+    reduce_scatter,
+)
+from hp_platform.testing import run_ranks
+
+ORIGIN = Origin("hp_fsdp", "layers.3", "backward")
+ALONE = MeshAxis("tp", 1, 0, (0,), Tier.LOCAL, torch.device("cpu"))
+
+
+def refusals(rank, calls):
+    """The messages with which `rank` of two refuses each call; nothing may be sent."""
+
+    def run():
+        axis = MeshAxis.of_group(name="dp_shard")
+        found = []
+        with ledger() as log:
+            for call in calls:
+                with pytest.raises(CollectiveError) as caught:
+                    call(axis)
+                found.append(str(caught.value))
+        barrier(axis)
+        return found, log.records
+
+    results = run_ranks(run, 2)
+    assert all(records == [] for _, records in results)
+    return results[rank][0]
+
+
+@pytest.mark.ranks
+def test_bad_arguments_are_refused_before_anything_is_sent():
+    square = torch.ones(4, 4)
+    cases = [
+        (lambda axis: all_reduce(square.t(), axis, origin=ORIGIN), "not contiguous"),
+        (lambda axis: broadcast(square[:, :2], axis, source=0), "not contiguous"),
+        (lambda axis: all_reduce(torch.ones(2, device="meta"), axis), "is on meta"),
+        (lambda axis: all_reduce(torch.ones(2, dtype=torch.complex64), axis), "cannot reduce"),
+        (lambda axis: all_reduce(square.to_sparse(), axis), "cannot be sent"),
+        (lambda axis: all_reduce([1.0], axis), "expected a tensor, got list"),
+        (lambda axis: all_reduce(square, axis, op="mean"), "op 'mean' is unknown"),
+        (lambda axis: all_reduce(torch.ones(2).int(), axis, op="avg"), "average of torch.int32"),
+        (lambda axis: reduce_scatter(square, axis, op="max"), "op 'max' is unknown"),
+        (lambda axis: reduce_scatter(torch.ones(3, 2), axis), "3 rows do not divide"),
+        (lambda axis: reduce_scatter(square, axis, sizes=[1, 2]), "add up to 3"),
+        (lambda axis: all_gather(torch.ones(()), axis), "0-dimensional"),
+        (lambda axis: all_gather(square, axis, sizes=[3, 3]), "sizes says 3 rows"),
+        (lambda axis: all_gather(square, axis, sizes=[4]), "must be 2 non-negative"),
+        (lambda axis: all_gather(square, axis, sizes=[4, -1]), "must be 2 non-negative"),
+        (lambda axis: all_gather(square, axis, output=torch.ones(4, 8)), "output has shape"),
+        (lambda axis: all_gather(square, axis, output=torch.ones(8, 4).half()), "must agree"),
+        (lambda axis: all_gather(square, axis, output=torch.ones(4, 8).t()), "output of shape"),
+        (lambda axis: broadcast(square, axis, source=2), "source=2 is not a coordinate"),
+        (lambda axis: reduce(square, axis, destination=-1), "destination=-1 is not"),
+        (lambda axis: all_to_all(square, axis, input_sizes=[2, 2]), "give both"),
+        (
+            lambda axis: all_to_all(
+                square, axis, input_sizes=[3 - axis.rank, 1 + axis.rank], output_sizes=[0, 0]
+            ),
+            "sends itself",
+        ),
+    ]
+    found = refusals(1, [call for call, _ in cases])
+    for message, (_, expected) in zip(found, cases, strict=True):
+        assert expected in message
+    assert found[0].startswith(
+        "all_reduce on mesh axis 'dp_shard' (rank 1, coordinate 1 of 2), "
+        "asked by hp_fsdp layers.3 backward: "
+    )
+
+
+def test_an_axis_of_one_rank_copies_locally_and_is_not_entered_in_the_ledger():
+    tensor = torch.arange(6.0).view(3, 2)
+    output = torch.zeros(3, 2)
+    with ledger() as log:
+        assert torch.equal(all_gather(tensor, ALONE, output=output).wait(), tensor)
+        assert torch.equal(output, tensor)
+        scattered = reduce_scatter(tensor, ALONE, op="avg").wait()
+        assert torch.equal(scattered, tensor)
+        assert scattered.data_ptr() != tensor.data_ptr()
+        assert all_reduce(tensor, ALONE).wait() is tensor
+        assert broadcast(tensor, ALONE, source=0).wait() is tensor
+        assert reduce(tensor, ALONE, destination=0).wait() is tensor
+        assert torch.equal(all_to_all(tensor, ALONE).wait(), tensor)
+        assert gather_objects({"a": 1}, ALONE) == [{"a": 1}]
+        barrier(ALONE)
+    assert log.records == []
+
+
+def test_bad_arguments_are_refused_on_an_axis_of_one_rank_too():
+    with pytest.raises(CollectiveError, match="not contiguous"):
+        all_reduce(torch.ones(4, 4).t(), ALONE)
+    with pytest.raises(CollectiveError, match="must be 1 non-negative"):
+        all_gather(torch.ones(4), ALONE, sizes=[2, 2])
+
+
+@pytest.mark.ranks
+def test_types_the_backend_lacks_are_moved_as_bytes():
+    types = [torch.int16, torch.bool, torch.complex64, torch.float8_e4m3fn]
+
+    def run(rank):
+        axis = MeshAxis.of_group()
+        for dtype in types:
+            mine = torch.full((rank + 1, 3), rank).to(dtype)
+            everything = torch.cat([torch.full((1, 3), 0), torch.full((2, 3), 1)]).to(dtype)
+            gathered = all_gather(mine, axis, sizes=[1, 2]).wait()
+            assert gathered.dtype == dtype
+            assert torch.equal(gathered.float(), everything.float())
+            even = torch.full((2, 3), rank).to(dtype)
+            swapped = all_to_all(even, axis).wait()
+            assert torch.equal(swapped[:, 0].float(), torch.tensor([0, 1]).to(dtype).float())
+            assert torch.equal(
+                broadcast(even, axis, source=1).wait().float(),
+                torch.full((2, 3), 1).to(dtype).float(),
+            )
+        return True
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.ranks
+def test_parameters_can_be_sent_and_no_graph_is_recorded():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)))
+        gathered = all_gather(parameter, axis).wait()
+        reduced = all_reduce(parameter, axis).wait()
+        return gathered.requires_grad, reduced is parameter, parameter.tolist()
+
+    ones = [[1.0, 1.0], [1.0, 1.0]]
+    assert run_ranks(run, 2) == [(False, True, ones)] * 2
+
+
+@pytest.mark.ranks
+def test_a_shard_may_lie_at_its_place_in_the_output():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        for shares in ([2, 2], [1, 3]):
+            whole = torch.zeros(4, 2)
+            mine = whole[sum(shares[:rank]) :][: shares[rank]]
+            mine.fill_(rank + 1)
+            all_gather(mine, axis, output=whole, sizes=shares).wait()
+            assert whole[:, 0].tolist() == [1.0] * shares[0] + [2.0] * shares[1]
+        return True
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.ranks
+def test_wait_is_idempotent_and_an_average_is_divided_once():
+    def run():
+        axis = MeshAxis.of_group()
+        handle = all_reduce(torch.full((3,), 4.0), axis, op="avg")
+        assert not handle.done
+        first = handle.wait()
+        assert handle.done
+        return first.tolist(), handle.wait() is first, first.tolist()
+
+    assert run_ranks(run, 2) == [([4.0] * 3, True, [4.0] * 3)] * 2
+
+
+@pytest.mark.ranks
+def test_a_handle_keeps_input_and_output_alive():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        tensor = torch.full((1 << 16,), float(rank + 1))
+        handle = reduce_scatter(tensor, axis)
+        del tensor
+        gc.collect()
+        scribble = [torch.full((1 << 16,), 9.0) for _ in range(8)]
+        result = handle.wait()
+        return bool((result == 3.0).all()), len(scribble)
+
+    assert run_ranks(run, 2) == [(True, 8)] * 2
+
+
+@pytest.mark.ranks
+def test_a_dropped_handle_warns_with_its_origin_and_still_completes():
+    def run(rank):
+        axis = MeshAxis.of_group(name="dp_shard")
+        output = torch.zeros(2)
+        lines = []
+        handler = logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("hp_platform").addHandler(handler)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reduce_scatter(torch.ones(4), axis, output=output, origin=ORIGIN)
+            gc.collect()
+        return output.tolist(), [(w.category, str(w.message)) for w in caught], lines
+
+    for output, caught, lines in run_ranks(run, 2):
+        assert output == [2.0, 2.0]
+        assert [category for category, _ in caught] == [ResourceWarning]
+        assert "reduce_scatter on mesh axis 'dp_shard'" in caught[0][1]
+        assert "asked by hp_fsdp layers.3 backward was dropped" in caught[0][1]
+        assert lines == [caught[0][1]]
+
+
+@pytest.mark.ranks
+def test_a_lost_peer_is_reported_with_operation_axis_and_origin():
+    def run(rank):
+        axis = MeshAxis.of_group(name="dp_shard")
+        if rank == 0:
+            torch.distributed.destroy_process_group()
+            return "gone"
+        handle = all_reduce(torch.ones(3), axis, origin=ORIGIN)
+        with pytest.raises(PeerError) as caught:
+            handle.wait()
+        with pytest.raises(PeerError):
+            handle.wait()
+        return str(caught.value)
+
+    assert run_ranks(run, 2)[1].startswith(
+        "rank 1: lost its peers while waiting in all_reduce on axis dp_shard (ranks [0, 1]), "
+        "asked by hp_fsdp layers.3 backward; the backend says: "
+    )
+
+
+@pytest.mark.ranks
+def test_gathered_objects_keep_coordinate_order_and_any_size():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        return gather_objects({"rank": rank, "text": "x" * (1000 * rank)}, axis)
+
+    expected = [{"rank": rank, "text": "x" * (1000 * rank)} for rank in range(3)]
+    assert run_ranks(run, 3) == [expected] * 3
+
+
+@pytest.mark.ranks
+def test_ledger_bytes_are_those_computed_by_hand():
+    def run(rank):
+        axis = MeshAxis.of_group(name="dp")
+        shares = [1, 0, 4]
+        with ledger() as log:
+            all_gather(torch.ones(2, 5), axis).wait()  # 6 x 5 x 4
+            all_gather(torch.ones(shares[rank], 5).bfloat16(), axis, sizes=shares).wait()  # 5x5x2
+            reduce_scatter(torch.ones(6, 5), axis).wait()  # 6 x 5 x 4
+            reduce_scatter(torch.ones(5, 5).double(), axis, sizes=shares).wait()  # 5 x 5 x 8
+            all_reduce(torch.ones(7), axis).wait()  # 7 x 4
+            broadcast(torch.ones(7).long(), axis, source=2).wait()  # 7 x 8
+            reduce(torch.ones(7), axis, destination=1).wait()  # 7 x 4
+            all_to_all(torch.ones(3, 2), axis).wait()  # 3 x 2 x 4
+            all_reduce(torch.ones(0), axis).wait()  # nothing to send
+            all_gather(torch.ones(0, 4), axis).wait()
+        return [(r.operation, r.bytes, r.axis, r.axis_size, r.tier) for r in log.records]
+
+    sizes = [120, 50, 120, 200, 28, 56, 28, 24]
+    names = ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    names += ["all_reduce", "broadcast", "reduce", "all_to_all"]
+    expected = [(name, size, "dp", 3, Tier.FAST) for name, size in zip(names, sizes)]
+    assert run_ranks(run, 3) == [expected] * 3

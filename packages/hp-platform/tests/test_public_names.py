@@ -1,0 +1,31 @@
+"""What the package offers, and what importing it must not need."""
+
+import subprocess
+import sys
+
+import hp_platform
+import hp_platform.testing
+
+NAMES = """
+ALIGNMENT AgreementError BufferLayout CollectiveError Event HPError Handle Ledger MeshAxis Origin
+PeerError RankFailure Record Summary Tier Topology TopologyError agree aligned_empty all_gather
+all_reduce all_to_all barrier broadcast gather_objects ledger mark pad_to_alignment reduce
+reduce_scatter reported_failures testing
+"""
+
+
+def test_public_names_are_these():
+    assert hp_platform.__all__ == NAMES.split()
+    assert all(hasattr(hp_platform, name) for name in NAMES.split())
+    assert hp_platform.testing.__all__ == ["Simulator", "run_ranks"]
+
+
+def test_import_needs_neither_an_accelerator_nor_hypothesis():
+    code = """
+import sys
+sys.modules["torch_npu"] = sys.modules["hypothesis"] = sys.modules["pytest"] = None
+import torch
+import hp_platform, hp_platform.devices, hp_platform.hccl, hp_platform.testing.conformance
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
