@@ -1,0 +1,204 @@
+"""Gradient reduction: four steps after each unit's backward, and one settlement (section 5.3).
+
+A unit's reduce-scatter is due one unit later, its all-reduce over the replicas only at the end of
+backward. So the fast tier goes first and is waited for one unit later; the slow tier is issued
+behind it and waited for in the settlement only.
+
+Gradients are summed on both tiers and divided once, by `Unit.divisor`, after the last sum and
+before anything else reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hp_fsdp.gradient_buffer import GradientBuffer
+from hp_fsdp.param import ShardedParameter
+from hp_fsdp.unit import PACKAGE, Unit
+from hp_platform import Handle, Origin, all_reduce, mark, reduce_scatter
+
+SETTLEMENT_BEGINS = "hp_fsdp settlement begins"
+SETTLEMENT_ENDS = "hp_fsdp settlement ends"
+
+
+@define(eq=False)
+class Bucket:
+    """Gradients of one unit and one element type on their way through both tiers.
+
+    `reduce_scatters` keep their inputs, the full gradients, alive until they are waited for.
+    """
+
+    parameters: tuple[ShardedParameter, ...]
+    buffer: GradientBuffer
+    reduce_scatters: list[Handle[Tensor]]
+    all_reduce: Handle[Tensor] | None = None
+
+    def wait_fast(self) -> None:
+        for handle in self.reduce_scatters:
+            handle.wait()
+        self.reduce_scatters.clear()
+
+    def gradients(self) -> Iterable[tuple[ShardedParameter, Tensor]]:
+        for parameter, view in zip(self.parameters, self.buffer.views):
+            yield parameter, parameter.local_gradient(view)
+
+
+@define(eq=False)
+class Reduction:
+    """One unit's gradient reduction in flight."""
+
+    unit: Unit
+    buckets: list[Bucket]
+    to_replicas: bool
+    """Whether the unit has replicas to agree with."""
+    completes: bool
+    """Whether this micro-step goes over the slow tier, or is kept on the shards."""
+
+    @classmethod
+    def issue(cls, unit: Unit) -> Reduction:
+        """Issues the reduce-scatters of every trainable parameter, each into its view.
+
+        A parameter that this backward did not use contributes zero, so that ranks which used
+        different parameters of the unit still issue the same collectives.
+        """
+        origin = Origin(PACKAGE, unit.path, "backward")
+        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
+        for parameter in unit.trainable:
+            by_dtype.setdefault(parameter.reduce_dtype, []).append(parameter)
+        buckets = []
+        for dtype, parameters in by_dtype.items():
+            buffer = unit.slots(parameters, dtype).allocate(unit.data.shard.device)
+            handles = [
+                reduce_scatter(
+                    parameter.reduction_input(parameter.take_gradient()),
+                    unit.data.shard,
+                    output=view,
+                    origin=origin,
+                )
+                for parameter, view in zip(parameters, buffer.views)
+            ]
+            buckets.append(Bucket(tuple(parameters), buffer, handles))
+        return cls(unit, buckets, unit.data.has_replicas, unit.requires_all_reduce)
+
+    def wait_fast(self) -> None:
+        for bucket in self.buckets:
+            bucket.wait_fast()
+
+    def issue_slow(self) -> None:
+        """Issues one all-reduce per buffer, earlier micro-steps included."""
+        assert self.unit.data.replicate is not None
+        origin = Origin(PACKAGE, self.unit.path, "backward")
+        for bucket in self.buckets:
+            self.unit.take_partial_sum(bucket.buffer)
+            bucket.all_reduce = all_reduce(
+                bucket.buffer.data, self.unit.data.replicate, origin=origin
+            )
+
+    def keep_for_later(self) -> None:
+        """Micro-steps without the slow tier: sums stay on the shards."""
+        for bucket in self.buckets:
+            self.unit.add_partial_sum(bucket.buffer)
+
+    def finish(self) -> None:
+        """Waits for the slow tier and divides; the buffers then hold final gradients."""
+        for bucket in self.buckets:
+            if bucket.all_reduce is not None:
+                bucket.all_reduce.wait()
+            if self.unit.divisor != 1:
+                bucket.buffer.data.div_(self.unit.divisor)
+
+
+class BackwardPipeline:
+    """Reductions in flight during one backward.
+
+    At most one unit's reduce-scatters are in flight, and with them at most one unit's full
+    gradients are alive besides those that autograd is computing.
+    """
+
+    def __init__(self) -> None:
+        self._reducing: Reduction | None = None
+        self._pending: list[Reduction] = []
+        # Gradients that are summed over the data axes but not over the model axes.
+        self._summands: list[tuple[ShardedParameter, Tensor]] = []
+
+    def after_unit(self, unit: Unit) -> None:
+        """Algorithm 1: what happens when a unit's backward is done."""
+        previous, self._reducing = self._reducing, None
+        if previous is not None:
+            previous.wait_fast()
+            self._settle_without_replicas(previous)
+        self._reducing = Reduction.issue(unit)
+        if previous is not None:
+            self._issue_all_reduce(previous)
+
+    def settle(self) -> None:
+        """Waits for everything and writes all final gradients; the only wait on the slow tier."""
+        mark(SETTLEMENT_BEGINS)
+        with torch.no_grad():
+            self._flush()
+            pending, self._pending = self._pending, []
+            for reduction in pending:
+                reduction.finish()
+                self._write(reduction)
+            summands, self._summands = self._summands, []
+            _settle_over_model_axes(summands)
+            for parameter, gradient in summands:
+                parameter.write_gradient(gradient)
+        mark(SETTLEMENT_ENDS)
+
+    def discard(self) -> None:
+        """Waits for what a failed backward left in flight and forgets it."""
+        leftovers = [*self._pending, *([self._reducing] if self._reducing else [])]
+        self._reducing, self._pending, self._summands = None, [], []
+        for reduction in leftovers:
+            reduction.wait_fast()
+            reduction.finish()
+
+    def _flush(self) -> None:
+        previous, self._reducing = self._reducing, None
+        if previous is not None:
+            previous.wait_fast()
+            self._settle_without_replicas(previous)
+            self._issue_all_reduce(previous)
+
+    def _settle_without_replicas(self, reduction: Reduction) -> None:
+        if not reduction.to_replicas:
+            with torch.no_grad():
+                reduction.finish()
+                self._write(reduction)
+
+    def _issue_all_reduce(self, reduction: Reduction) -> None:
+        if not reduction.to_replicas:
+            return
+        if reduction.completes:
+            reduction.issue_slow()
+            self._pending.append(reduction)
+        else:
+            reduction.keep_for_later()
+
+    def _write(self, reduction: Reduction) -> None:
+        """Hands out gradients that are final; summands wait for the settlement."""
+        for bucket in reduction.buckets:
+            for parameter, gradient in bucket.gradients():
+                if parameter.partial_layout is None:
+                    parameter.write_gradient(gradient)
+                else:
+                    self._summands.append((parameter, gradient))
+
+
+def _settle_over_model_axes(summands: list[tuple[ShardedParameter, Tensor]]) -> None:
+    """Sums, fused and on shards, the gradients of which each model-axis rank holds a summand."""
+    if not summands:
+        return
+    from hp_dtensor.settlement import settle_gradients
+
+    layouts = [parameter.partial_layout for parameter, _ in summands]
+    settle_gradients(
+        [gradient for _, gradient in summands],
+        [layout for layout in layouts if layout is not None],
+        origin=Origin(PACKAGE, "model axes", "settlement"),
+    )

@@ -1,0 +1,76 @@
+"""The data-parallel mesh of one `fully_shard` call: a shard axis and, with two tiers, replicas.
+
+The last axis shards and is meant for the fast tier; the axis before it, if there is one,
+replicates and is meant for the slow tier (paper section 5.2).
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hp_fsdp.errors import ShardingError
+from hp_platform import MeshAxis
+
+
+@frozen
+class DataMesh:
+    """A checked mesh and its axes as this rank sees them.
+
+    Attributes:
+        mesh: one axis (shard) or two (replicate, shard).
+        axis_names: names of the mesh's axes, in its order.
+        shard: the axis over which parameters are cut.
+        replicate: the axis over which shards are repeated, or None.
+    """
+
+    mesh: DeviceMesh
+    axis_names: tuple[str, ...]
+    shard: MeshAxis
+    replicate: MeshAxis | None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> DataMesh:
+        """Checks `mesh`; None makes a mesh of one axis, `dp_shard`, over all ranks.
+
+        Raises:
+            ShardingError: there are more than two axes, or two without names.
+        """
+        if mesh is None:
+            mesh = _world_mesh()
+        if mesh.ndim not in (1, 2):
+            raise ShardingError(
+                f"fully_shard needs a mesh of one axis (shard) or two (replicate, shard), found "
+                f"{mesh.ndim} axes {mesh.mesh_dim_names}; pass a slice of the mesh, such as "
+                "mesh['dp_replicate', 'dp_shard']"
+            )
+        names = mesh.mesh_dim_names
+        if names is None and mesh.ndim == 2:
+            raise ShardingError(
+                "fully_shard needs to know which axis of a two-axis mesh shards: make the mesh "
+                "with mesh_dim_names=('dp_replicate', 'dp_shard')"
+            )
+        shard = MeshAxis.of_mesh(mesh, mesh.ndim - 1)
+        replicate = MeshAxis.of_mesh(mesh, 0) if mesh.ndim == 2 else None
+        return cls(mesh, tuple(names or ("axis0",)), shard, replicate)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that each contribute a gradient: the product of the axes' sizes."""
+        return self.shard.size * (self.replicate.size if self.replicate else 1)
+
+    @property
+    def has_replicas(self) -> bool:
+        return self.replicate is not None and self.replicate.size > 1
+
+
+def _world_mesh() -> DeviceMesh:
+    if not dist.is_initialized():
+        raise ShardingError(
+            "fully_shard needs a process group: call torch.distributed.init_process_group first, "
+            "start the program with torchrun, or pass mesh="
+        )
+    backend = dist.get_backend()
+    device_type = {"nccl": "cuda", "hccl": "npu"}.get(backend, "cpu")
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))

@@ -1,0 +1,208 @@
+"""What the units of one model share: gather order, backward pipeline, and where a step stands.
+
+Made at the first forward by the unit whose module is outermost. Two models have two roots and do
+not see one another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from hp_fsdp.backward import BackwardPipeline
+from hp_fsdp.errors import UsageError
+from hp_fsdp.prefetch import GatherOrder
+from hp_fsdp.unit import Unit
+from hp_platform import mark
+
+UNIT_ATTRIBUTE = "_hp_fsdp_unit"
+BACKWARD_BEGINS = "hp_fsdp backward begins"
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit that `module` was given to `fully_shard` for, if any."""
+    unit = module.__dict__.get(UNIT_ATTRIBUTE)
+    return unit if isinstance(unit, Unit) else None
+
+
+def in_backward_pass() -> bool:
+    """Whether autograd is running on this thread: a forward now is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class _Pass:
+    """One backward pass that has reached a unit. Autograd holds the only strong reference, through
+    its callback, so a pass that raised is recognised by its death."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def end(self) -> None:
+        self._root._end_backward()
+
+
+class Root:
+    """Shared state of the units below one outermost unit.
+
+    Attributes:
+        unit: the outermost unit.
+        units: all of them, in `named_modules` order.
+        forward_order, backward_order: what to gather ahead.
+        pipeline: gradient reductions in flight.
+        is_last_backward: False leaves the slow tier in flight at the end of a backward; the next
+            one with True settles it.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.units: list[Unit] = []
+        self.forward_order = GatherOrder("forward")
+        self.backward_order = GatherOrder("backward")
+        self.pipeline = BackwardPipeline()
+        self.is_last_backward = True
+        # The module whose forward is the outermost in progress.
+        self._forward_of: nn.Module | None = None
+        self._running: Callable[[], _Pass | None] | None = None
+        # Units gathered by recomputation whose own backward has not begun.
+        self._recomputed: list[Unit] = []
+
+    @classmethod
+    def of(cls, unit: Unit) -> Root:
+        """The root of `unit`, made now if its model has none."""
+        if unit.root is None:
+            unit.root = cls(unit)
+            unit.root._take_over()
+        return unit.root
+
+    def _take_over(self) -> None:
+        """Makes this the root of all units in the module tree, with paths below it.
+
+        Raises:
+            UsageError: one of them is in the middle of a step of its own.
+        """
+        paths: dict[Unit, list[str]] = {}
+        parameter_names: dict[int, str] = {}
+        for module in self.unit.modules:
+            for path, child in module.named_modules(remove_duplicate=False):
+                for name, parameter in child._parameters.items():
+                    full = f"{path}.{name}" if path else name
+                    parameter_names.setdefault(id(parameter), full)
+                unit = unit_of(child)
+                if unit is not None and child in unit.modules:
+                    known = paths.setdefault(unit, [])
+                    if path not in known:
+                        known.append(path)
+        for unit, where in paths.items():
+            if unit.root is not None and unit.root is not self and unit.root.is_in_backward:
+                raise UsageError(
+                    f"unit {unit.path!r} became part of a larger model in the middle of its own "
+                    "backward; finish that backward first"
+                )
+            unit.root = self
+            unit.path = "+".join(where) or "root"
+            for sharded in unit.parameters:
+                sharded.name = parameter_names.get(id(sharded.sharded), sharded.name)
+        self.units = list(paths)
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit, module: nn.Module) -> None:
+        """The outermost forward starts a pass; it also clears what a failed pass left behind."""
+        if self._forward_of is not None and unit is not self.unit:
+            return
+        self._forget_failed_pass()
+        if unit is self.unit and self._forward_of is not module:
+            self.forward_order.restart()
+        self._forward_of = module
+        self._recomputed.clear()
+
+    def end_forward(self, unit: Unit, module: nn.Module) -> None:
+        """Releases what the pass gathered ahead and did not use."""
+        if self._forward_of is not module:
+            return
+        self._forward_of = None
+        if unit is self.unit:
+            self.forward_order.complete()
+        for other in self.units:
+            if other.releases_after_forward and not other.in_backward:
+                other.release()
+            other.modules_running.clear()
+
+    # -- recomputation -----------------------------------------------------------------------
+
+    def enter_recomputation(self, unit: Unit) -> None:
+        """Releases what recomputation gathered before and backward does not need yet."""
+        if unit not in self._recomputed:
+            self._release_recomputed()
+
+    def leave_recomputation(self, unit: Unit) -> None:
+        """`unit` stays gathered until another is recomputed: its backward usually comes next."""
+        if unit not in self._recomputed:
+            self._recomputed.append(unit)
+
+    def _release_recomputed(self) -> None:
+        for unit in self._recomputed:
+            if not unit.in_backward and unit.releases_after_forward:
+                unit.release()
+        self._recomputed.clear()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self._running is not None and self._running() is not None
+
+    def begin_backward(self) -> None:
+        """Queues the settlement for the end of the backward pass in progress, once.
+
+        Passes inside another one, as reentrant checkpointing makes, belong to the outer pass.
+        """
+        if self.is_in_backward:
+            return
+        self._forget_failed_pass()
+        mark(BACKWARD_BEGINS)
+        now = _Pass(self)
+        self._running = weakref.ref(now)
+        # Private, but the only way to learn that a backward has ended; PyTorch's own DDP and
+        # FSDP rely on it.
+        Variable._execution_engine.queue_callback(now.end)
+
+    def _end_backward(self) -> None:
+        """What autograd calls when the backward pass is complete."""
+        self._running = None
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.release()
+            unit.in_backward = False
+            self.finish_unit(unit)
+        self._recomputed.clear()
+        self.backward_order.complete()
+        if self.is_last_backward:
+            self.pipeline.settle()
+
+    def finish_unit(self, unit: Unit) -> None:
+        """Reduces or accumulates the gradients that autograd has left on `unit`."""
+        unit.fired.clear()
+        unit.reduced = True
+        if unit.needs_reduction:
+            self.pipeline.after_unit(unit)
+        elif not unit.requires_gradient_sync:
+            for parameter in unit.trainable:
+                parameter.accumulate()
+
+    def _forget_failed_pass(self) -> None:
+        """Drops what a backward that raised has left: its gradients are incomplete."""
+        if self._running is None or self._running() is not None:
+            return
+        self._running = None
+        self.pipeline.discard()
+        for unit in self.units:
+            unit.release()
+            unit.fired.clear()
+            unit.partial_sums.clear()
+            for parameter in unit.parameters:
+                parameter.take_gradient()

@@ -1,0 +1,81 @@
+"""Checkpoints of a sharded model.
+
+`module.state_dict()` holds the shards as `DTensor` entries, which torch.distributed.checkpoint
+saves and loads across meshes. The functions here convert to and from full, plain tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hp_dtensor.dtensor import DTensor, distribute_tensor
+from hp_fsdp.errors import ShardingError
+from hp_fsdp.unit import Unit
+
+
+def install(unit: Unit) -> None:
+    """Registers hooks so that saving and loading always meet the shards, gathered or not."""
+
+    def release(*_: Any) -> None:
+        if not unit.in_backward:
+            unit.release()
+
+    owners = {owner.module: None for p in unit.parameters for owner in p.owners}
+    for module in owners:
+        module.register_state_dict_pre_hook(release)
+        module._register_load_state_dict_pre_hook(release)
+
+
+def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Tensor]:
+    """The state dict with every sharded tensor gathered. Every rank of the mesh must call it.
+
+    One tensor is gathered at a time; the result holds the whole model, on the CPU by default.
+    """
+    result = {}
+    with torch.no_grad():
+        for name, value in module.state_dict().items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            result[name] = whole.cpu() if cpu else whole
+    return result
+
+
+def load_full_state_dict(
+    module: nn.Module, state: Mapping[str, Tensor], *, strict: bool = True
+) -> None:
+    """Loads full, plain tensors, of which each rank keeps its shard. No communication.
+
+    Args:
+        module: a module under `fully_shard`.
+        state: full tensors by name, the same on every rank.
+        strict: whether names must match exactly.
+
+    Raises:
+        ShardingError: names or shapes do not match.
+    """
+    own = module.state_dict()
+    missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
+    if strict and (missing or unexpected):
+        raise ShardingError(
+            f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
+            "pass strict=False to load what matches"
+        )
+    with torch.no_grad():
+        for name in own.keys() & state.keys():
+            _load(name, own[name], state[name])
+
+
+def _load(name: str, target: Tensor, value: Tensor) -> None:
+    if tuple(target.shape) != tuple(value.shape):
+        raise ShardingError(
+            f"load_full_state_dict: {name!r} has shape {tuple(value.shape)}, expected "
+            f"{tuple(target.shape)}"
+        )
+    if isinstance(target, DTensor):
+        mine = distribute_tensor(value.detach(), target.device_mesh, target.placements)
+        target.to_local().copy_(mine.to_local())
+    else:
+        target.copy_(value)

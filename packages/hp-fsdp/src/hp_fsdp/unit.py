@@ -1,0 +1,186 @@
+"""A unit: the modules whose parameters one `fully_shard` call handles together.
+
+The unit gathers its parameters before they are needed and releases them afterwards, one
+all-gather per parameter (paper section 5.1). When to do so is decided in `hooks`, how gradients
+are reduced in `backward`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from hp_fsdp.data_mesh import DataMesh
+from hp_fsdp.gradient_buffer import GradientBuffer, GradientSlots
+from hp_fsdp.param import ShardedParameter
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_platform import Origin
+
+if TYPE_CHECKING:
+    from hp_fsdp.root import Root
+
+PACKAGE = "hp_fsdp"
+
+
+class UnitState(enum.Enum):
+    """What the unit's modules have registered."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    """All-gathers are in flight; the shards are still registered."""
+    GATHERED = "gathered"
+    """The full parameters are registered and valid."""
+
+
+class Unit:
+    """Parameters of `modules` that no earlier `fully_shard` call took.
+
+    Attributes:
+        modules: the modules given to `fully_shard`.
+        parameters: in registration order; collectives are issued in this order on every rank.
+        path: qualified module name below the root; shown in errors and in the ledger.
+        root: shared state of the model; set at the first forward.
+        reshard_after_forward: True, False, or None for "True unless this is the root".
+        reshard_after_backward: whether backward releases the gathered parameters.
+        requires_gradient_sync: False accumulates gradients without any communication.
+        requires_all_reduce: False accumulates on the shards, without the slow tier.
+        divisor: what the sum of the gradients over the data-parallel ranks is divided by.
+        in_backward: between the first use of the parameters in a backward and their release.
+        fired: trainable parameters whose gradient this backward has completed.
+        reduced: the gradients that this backward completed have been taken.
+        partial_sums: per element type, reduce-scattered gradients of micro-steps that have not
+            been reduced over the replicas.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        parameters: Sequence[ShardedParameter],
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.parameters = tuple(parameters)
+        self.data = data
+        self.policy = policy
+        self.path = type(modules[0]).__name__
+        self.root: Root | None = None
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.requires_gradient_sync = True
+        self.requires_all_reduce = True
+        self.divisor: float = data.data_parallel_size
+        self.state = UnitState.SHARDED
+        self.in_backward = False
+        self.fired: set[ShardedParameter] = set()
+        self.reduced = False
+        self.modules_running: set[nn.Module] = set()
+        self.partial_sums: dict[torch.dtype, torch.Tensor] = {}
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Unit {self.path!r}, {len(self.parameters)} parameters, {self.state.value}>"
+
+    # -- gathering ---------------------------------------------------------------------------
+
+    def gather(self, phase: str) -> None:
+        """Issues the all-gathers unless they are done or in flight; see `wait`."""
+        if self.state is not UnitState.SHARDED:
+            return
+        origin = Origin(PACKAGE, self.path, phase)
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.begin_gather(origin)
+        self.state = UnitState.GATHERING
+
+    def wait(self) -> None:
+        """Makes the full parameters valid and registers them, if a gather is in flight."""
+        if self.state is not UnitState.GATHERING:
+            return
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.finish_gather()
+        self.state = UnitState.GATHERED
+
+    def release(self) -> None:
+        """Registers the shards again and gives the gathered memory back."""
+        self.wait()
+        if self.state is UnitState.GATHERED:
+            for parameter in self.parameters:
+                parameter.release()
+            self.state = UnitState.SHARDED
+        self.in_backward = False
+
+    def drop_if_stale(self) -> None:
+        """Releases gathered values that shards have left behind, e.g. after an optimizer step."""
+        if self.state is UnitState.GATHERED and any(p.is_stale for p in self.parameters):
+            self.release()
+
+    @property
+    def is_root(self) -> bool:
+        return self.root is not None and self.root.unit is self
+
+    @property
+    def releases_after_forward(self) -> bool:
+        if self.reshard_after_forward is None:
+            return not self.is_root
+        return self.reshard_after_forward
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def on_gradient(self, callback: Callable[[Unit, ShardedParameter], None]) -> None:
+        for parameter in self.parameters:
+            parameter.on_gradient(lambda done: callback(self, done))
+
+    @property
+    def trainable(self) -> list[ShardedParameter]:
+        """Parameters whose gathered form requires a gradient, in order."""
+        return [p for p in self.parameters if p.sharded.requires_grad]
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(not p.sharded.requires_grad for p in self.parameters)
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(p.has_gradient for p in self.parameters)
+
+    @property
+    def needs_reduction(self) -> bool:
+        """Something is left to reduce: autograd's gradients, or sums kept from micro-steps."""
+        if not self.requires_gradient_sync:
+            return False
+        return self.has_gradients or (bool(self.partial_sums) and self.requires_all_reduce)
+
+    def slots(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> GradientSlots:
+        """Places in the gradient buffer for `parameters`; remembered."""
+        key = (tuple(parameters), dtype)
+        if key not in self._slots:
+            numels = [p.cut.padded_numel for p in parameters]
+            self._slots[key] = GradientSlots.of(numels, dtype)
+        return self._slots[key]
+
+    @cached_property
+    def _slots(self) -> dict[tuple[tuple[ShardedParameter, ...], torch.dtype], GradientSlots]:
+        return {}
+
+    def add_partial_sum(self, buffer: GradientBuffer) -> None:
+        """Keeps a reduce-scattered buffer for a later micro-step's all-reduce."""
+        held = self.partial_sums.get(buffer.data.dtype)
+        if held is None:
+            self.partial_sums[buffer.data.dtype] = buffer.data
+        else:
+            held.add_(buffer.data)
+
+    def take_partial_sum(self, buffer: GradientBuffer) -> None:
+        """Adds what earlier micro-steps have kept to `buffer`."""
+        held = self.partial_sums.pop(buffer.data.dtype, None)
+        if held is not None:
+            buffer.data.add_(held)
