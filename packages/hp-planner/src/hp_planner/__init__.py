@@ -2,6 +2,7 @@
 
 from hp_planner.derive import plan
 from hp_planner.errors import LintError, PlanError
+from hp_planner.explain import explain
 from hp_planner.lint import Violation, lint
 
-__all__ = ["LintError", "PlanError", "Violation", "lint", "plan"]
+__all__ = ["LintError", "PlanError", "Violation", "explain", "lint", "plan"]

@@ -279,8 +279,8 @@ IN_ATTENTION = _all(_plain_linear, _takes_hidden, _attention)
 OUT_OF_ATTENTION = _all(_plain_linear, _gives_hidden, _attention)
 IN_MLP = _all(_plain_linear, _takes_hidden, _mlp)
 OUT_OF_MLP = _all(_plain_linear, _gives_hidden, _mlp)
-HEADS_FIT = "linear beside q, k, v and output whose sizes are whole heads"
-MLP_FITS = "linear in a block of up and down (and gate) of matching shapes"
+HEADS_FIT = "linear layer of an attention whose sizes are whole heads"
+MLP_FITS = "linear layer of an MLP whose shapes match"
 
 RULES: tuple[Rule, ...] = (
     Rule(Role.QUERY, (_any(QUERY), WEIGHT_OR_BIAS), 2, IN_ATTENTION, HEADS_FIT),
@@ -305,7 +305,13 @@ RULES: tuple[Rule, ...] = (
         "fused experts [E, 2I, H], gate before up",
     ),
     Rule(Role.EXPERT_DOWN, ("experts", "down_proj"), 1, _experts, "fused experts [E, H, I]"),
-    Rule(Role.ROUTER, (_any(ROUTER), "weight"), 2, _router, "[experts, hidden] beside experts"),
+    Rule(
+        Role.ROUTER,
+        (_any(ROUTER), "weight"),
+        2,
+        _router,
+        "one score per expert, beside fused experts",
+    ),
     Rule(
         Role.SHARED_EXPERT_GATE,
         ("shared_expert_gate", "weight"),
