@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from hp_dtensor import parallelize
+from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_fsdp import fully_shard
 from hp_integration.models import decoder_layers

@@ -13,9 +13,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from attrs import asdict, frozen
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from hp_integration.errors import InputError
 from hp_integration.world import World
@@ -54,7 +55,7 @@ def save_checkpoint(folder: Path, progress: Progress, state: dict[str, Any], wor
     if world.is_leader:
         shutil.rmtree(partial, ignore_errors=True)
     world.barrier()
-    dcp.save(state, storage_writer=FileSystemWriter(partial))
+    save(state, storage_writer=FileSystemWriter(partial))
     world.barrier()
     if world.is_leader:
         (partial / _PROGRESS).write_text(json.dumps(asdict(progress)))
@@ -67,7 +68,7 @@ def save_checkpoint(folder: Path, progress: Progress, state: dict[str, Any], wor
 
 def load_checkpoint(checkpoint: Path, state: dict[str, Any]) -> None:
     """Fills the tensors of `state` in place; values that are no tensors are replaced in it."""
-    dcp.load(state, storage_reader=FileSystemReader(checkpoint))
+    load(state, storage_reader=FileSystemReader(checkpoint))
 
 
 def latest_checkpoint(folder: Path) -> Path:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hp_dtensor import GradientReport, check_gradients, parallelize
+from hp_dtensor.equivalence import GradientReport, check_gradients
+from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_integration.data import Batch
 from hp_integration.data_parallel import DataParallel

@@ -19,7 +19,7 @@ from hp_platform.ledger import Ledger
 from hp_platform.topology import Topology
 
 if TYPE_CHECKING:
-    from hp_dtensor import GradientReport
+    from hp_dtensor.equivalence import GradientReport
     from hp_integration.inputs import Inputs
     from hp_integration.train import Result
     from hp_integration.world import World
@@ -51,7 +51,7 @@ class Report:
         hosts = len(set(topology.hosts))
         mesh = " x ".join(f"{axis}={size}" for axis, size in options.mesh.items())
         rows = {
-            "ranks": f"{topology.world_size} on {hosts} host{'s' if hosts > 1 else ''}, {mesh}",
+            "mesh": f"{topology.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, {mesh}",
             "model": f"{inputs.model_name}, {count:,} parameters",
             "text": f"{corpus.name}: {len(corpus.train):,} tokens to train on, "
             f"{len(corpus.held_out):,} held out, vocabulary {corpus.vocabulary}",

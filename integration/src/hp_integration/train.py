@@ -29,7 +29,7 @@ from hp_integration.world import (
 )
 from hp_platform.agreement import agree
 from hp_platform.errors import AgreementError
-from hp_platform.failures import reported_failures
+from hp_platform.failures import Activity, reported_failures
 from hp_platform.ledger import Ledger, ledger
 from hp_platform.topology import Topology
 
@@ -53,13 +53,18 @@ class Result:
     checkpoint: Path
 
 
-@record
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit status: 2 for a mistake in the inputs."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    with reported_failures("hp-train") as activity:
+        return _launch(arguments, activity) or 0
+
+
+@record  # torchrun's summary then shows the error of the rank that failed first
+def _launch(arguments: Sequence[str], activity: Activity) -> int:
     with process_group() as world:
         try:
-            run(arguments, world)
+            run(arguments, world, activity)
         except InputError as error:
             if world.is_leader:
                 print(f"hp-train: error: {error}", file=sys.stderr, flush=True)
@@ -68,12 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(arguments: Sequence[str], world: World) -> Result:
+def run(arguments: Sequence[str], world: World, activity: Activity | None = None) -> Result:
     """The whole run on the ranks of `world`.
+
+    Args:
+        activity: told what is going on, for the report of a failure.
 
     Raises:
         InputError: on every rank alike, before training.
     """
+    activity = activity or Activity("hp-train")
+    activity.phase = "reading the inputs"
     options = world.together(lambda: read_options(arguments, world.size))
     declare_hosts(options.devices_per_host, world.rank)
     require_shared_folder(options.out, world)
@@ -81,9 +91,9 @@ def run(arguments: Sequence[str], world: World) -> Result:
     require_same_inputs(inputs, world)
     report = Report.of_rank(world)
     report.inputs(inputs, Topology.discover())
-    with reported_failures():
-        trainer = prepare(inputs, world, report)
-        return train(trainer, inputs, world, report)
+    activity.phase = "checking the plan"
+    trainer = prepare(inputs, world, report)
+    return train(trainer, inputs, world, report, activity)
 
 
 def prepare(inputs: Inputs, world: World, report: Report) -> Trainer:
@@ -119,12 +129,16 @@ def resume(trainer: Trainer, inputs: Inputs, report: Report) -> None:
     report.resumed(checkpoint, done.step)
 
 
-def train(trainer: Trainer, inputs: Inputs, world: World, report: Report) -> Result:
+def train(
+    trainer: Trainer, inputs: Inputs, world: World, report: Report, activity: Activity
+) -> Result:
     """Production training, then evaluation, checkpoint, communication summary and picture."""
-    log = train_steps(trainer, inputs, world, report)
+    log = train_steps(trainer, inputs, world, report, activity)
+    activity.phase = "evaluation"
     batches = evaluation_batches(inputs.corpus, inputs.options)
     baseline = frequency_loss((batch.targets for batch in batches), inputs.corpus.vocabulary)
     evaluation = trainer.evaluate(batches)
+    activity.phase = "saving the checkpoint"
     checkpoint = save(trainer, inputs, world)
     result = Result(trainer.losses, evaluation, baseline, checkpoint)
     report.finished(inputs, result, log)
@@ -132,7 +146,9 @@ def train(trainer: Trainer, inputs: Inputs, world: World, report: Report) -> Res
     return result
 
 
-def train_steps(trainer: Trainer, inputs: Inputs, world: World, report: Report) -> Ledger | None:
+def train_steps(
+    trainer: Trainer, inputs: Inputs, world: World, report: Report, activity: Activity
+) -> Ledger | None:
     """Every remaining step; the last one is recorded in the ledger that is returned."""
     options = inputs.options
     log = None
@@ -146,6 +162,7 @@ def train_steps(trainer: Trainer, inputs: Inputs, world: World, report: Report) 
     ) as reporter:
         while trainer.step < options.steps:
             rate = trainer.learning_rate
+            activity.phase = f"training step {trainer.step + 1}"
             if trainer.step == options.steps - 1:
                 with ledger() as log:
                     loss = trainer.train_step()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from hp_dtensor import Replicate
+from hp_dtensor.dtensor import DTensor
 from hp_integration.data import (
     Batch,
     Corpus,
@@ -25,9 +27,22 @@ from hp_integration.options import Options
 
 
 def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross-entropy (nats a token) of `batch`; a scalar."""
+    """Mean cross-entropy (nats a token) of `batch`; a plain scalar.
+
+    In validate mode the logits are a `DTensor`, and the loss is computed with their layout.
+    """
     logits = model(input_ids=batch.inputs).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), batch.targets.flatten())
+    targets = _declared_beside(logits, batch.targets)
+    loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def _declared_beside(logits: Tensor, targets: Tensor) -> Tensor:
+    """`targets`, equal on the ranks that share `logits`, as a replicated DTensor beside one."""
+    if not isinstance(logits, DTensor):
+        return targets
+    everywhere = [Replicate()] * len(logits.placements)
+    return DTensor.from_local(targets, logits.device_mesh, everywhere, shape=targets.shape)
 
 
 def training_batch(corpus: Corpus, options: Options, data: DataParallel, step: int) -> Batch:
@@ -114,3 +129,11 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
         }
+
+    def load(self, read: Callable[[dict[str, Any]], None]) -> None:
+        """Takes over the state that `read` fills in; every rank calls it together."""
+        state = self.state_dict()
+        read(state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])

@@ -73,15 +73,17 @@ class World:
 
 @contextmanager
 def process_group() -> Iterator[World]:
-    """The ranks that torchrun started, or this process alone; the group is destroyed at the end."""
+    """The ranks that torchrun started, or this process alone.
+
+    The group is destroyed at the end of the block, but not after an exception: peers may be inside
+    a collective, and an orderly end would wait for them.
+    """
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield World.current()
-    finally:
-        dist.destroy_process_group()
+    yield World.current()
+    dist.destroy_process_group()
 
 
 def declare_hosts(devices_per_host: int | None, rank: int) -> None:

@@ -1,0 +1,4 @@
+"""Benchmarks: ours and the peers interleaved in one process group.
+
+`python -m hp_integration.bench NAME [--json] [--quick]`.
+"""

@@ -1,0 +1,36 @@
+"""The README's examples run as they are written."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from hp_integration.options import parse_options
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_the_python_example_runs(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    outside = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-c", example],
+        cwd=tmp_path,
+        env={**outside, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs" / "readme" / "latest").exists()
+    assert "nats a token" in done.stdout
+
+
+def test_the_command_lines_are_read_by_hp_train() -> None:
+    commands = re.findall(r"hp_integration\.train((?: |\\\n)[^\n\"]*(?:\\\n[^\n\"]*)*)", README)
+    assert len(commands) >= 3
+    for command in commands:
+        words = command.replace("\\\n", " ").replace("`", " ").split()
+        assert parse_options(words[: words.index("--out") + 2]).world_size in (4, 8)

@@ -1,0 +1,91 @@
+"""A run that cannot go on ends: non-zero, soon, and with a message that names rank and place."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ranks
+MESH = ("--mesh", "dp_shard=2", "--no-checks")
+
+
+def wait_for_step(run, step: int, timeout: float = 90) -> None:
+    deadline = time.monotonic() + timeout
+    while f"step {step}/" not in re.sub(r"step +", "step ", run.output):
+        assert time.monotonic() < deadline, run.output
+        assert run.process.poll() is None, run.output
+        time.sleep(0.1)
+
+
+def rank_process(run, rank: int) -> int:
+    """Process id of a rank: torchrun's child that has RANK in its environment."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            parent = int(status.rpartition(")")[2].split()[1])
+            if parent == run.process.pid and b"RANK=%d" % rank in environment:
+                return int(entry.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def test_a_killed_rank_ends_the_run_and_the_others_say_what_they_waited_for(
+    launcher, tmp_path: Path
+) -> None:
+    run = launcher.start(*launcher.arguments(tmp_path / "out", *MESH, "--steps", "100000"))
+    wait_for_step(run, 2)
+    os.kill(rank_process(run, 1), signal.SIGKILL)
+    assert run.wait(timeout=30) != 0
+    assert "rank 0 on" in run.output
+    assert re.search(r"training step \d+", run.output), run.output
+    assert "dp_shard" in run.output
+
+
+def test_a_rank_that_raises_names_itself_and_the_place(launcher, tmp_path: Path) -> None:
+    failing = tmp_path / "failing_rank.py"
+    failing.write_text(
+        "import os, sys\n"
+        "from hp_integration import train, trainer\n"
+        "whole = trainer.Trainer.train_step\n"
+        "def step(self):\n"
+        "    if self.step == 2 and os.environ['RANK'] == '1':\n"
+        "        raise ValueError('planted in the third step')\n"
+        "    return whole(self)\n"
+        "trainer.Trainer.train_step = step\n"
+        "sys.exit(train.main())\n"
+    )
+    run = launcher.start(
+        *launcher.arguments(tmp_path / "out", *MESH, "--steps", "100"),
+        module="failing_rank",
+        environment={"PYTHONPATH": str(tmp_path)},
+    )
+    assert run.wait(timeout=90) != 0
+    assert "rank 1 on" in run.output
+    assert (
+        "failed in hp-train, training step 3: ValueError: planted in the third step" in run.output
+    )
+
+
+def test_a_run_that_ends_well_ends_with_status_0_and_leaves_its_files(
+    launcher, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    output = launcher.start(*launcher.arguments(out, *MESH)).succeeded()
+    assert {"latest", "metrics.json", "run.png", "step-000003"} <= {p.name for p in out.iterdir()}
+    assert "terminate called" not in output
+    assert "Traceback" not in output
+
+
+def test_a_mistake_in_the_inputs_is_one_line_of_one_rank(launcher, tmp_path: Path) -> None:
+    run = launcher.start(*launcher.arguments(tmp_path / "out", "--mesh", "dp_shard=3"))
+    assert run.wait(timeout=60) != 0
+    lines = [line for line in run.output.splitlines() if "hp-train: error:" in line]
+    assert len(lines) == 1, run.output
+    assert "--mesh dp_shard=3,tp=1 needs 3 ranks, this run has 2" in lines[0]
+    assert "exitcode  : 2" in run.output
