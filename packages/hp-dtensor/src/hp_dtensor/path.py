@@ -1,0 +1,253 @@
+"""The cheapest sequence of single-axis steps from one layout to another.
+
+A *step* changes what the ranks along one mesh axis hold. It is possible exactly when each rank's
+new part lies within what the ranks along that axis hold together, which can be read off the order
+in which axes cut the dims (`Layout.cuts`):
+
+- the axis must be the innermost cut of its dims: the ranks along it then hold together what the
+  layout without that cut would give each of them;
+- the remaining cuts must be the beginning of the new layout's, which may cut further.
+
+The search is Dijkstra's over layouts in which every axis has its source placement, its target
+placement or Replicate, by elements moved and then by number of steps.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Iterator
+from itertools import combinations, count
+
+from attrs import frozen
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, describe, is_sharding
+
+Placements = tuple[Placement, ...]
+
+
+class Kind(enum.Enum):
+    """What a step does along its axis."""
+
+    SLICE = "slice"  # keep a part of the local tensor; no communication
+    KEEP = "keep on coordinate 0"  # Replicate to Partial(sum): zeros elsewhere
+    PAD = "pad with zeros"  # sharded to Partial(sum): zeros around the own part
+    ALL_GATHER = "all-gather"
+    ALL_TO_ALL = "all-to-all"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+
+    @property
+    def communicates(self) -> bool:
+        return self not in (Kind.SLICE, Kind.KEEP, Kind.PAD)
+
+
+@frozen
+class Move:
+    """One step, before its data movement is worked out.
+
+    `elements` is what a rank sends or receives at most, its own part left out.
+    """
+
+    kind: Kind
+    axis: int
+    before: Layout
+    after: Layout
+    elements: int
+
+    def __str__(self) -> str:
+        name = self.before.abstract_mesh.axis_names[self.axis]
+        text = f"{self.kind.value} on {name}: {describe(self.before.placements)} -> "
+        return f"{text}{describe(self.after.placements)}, {self.elements} elements"
+
+
+def shortest_path(source: Layout, target: Layout) -> tuple[Move, ...]:
+    """The moves from `source` to `target`, both on an abstract mesh. Empty if none is needed."""
+    start = _without_idle_axes(source, target)
+    found = _Search(start, target, detours=False).run()
+    if found is None:
+        found = _Search(start, target, detours=True).run()
+    # Gathering innermost cuts first always reaches full replication, and slicing outermost cuts
+    # first always leaves it, so the second search cannot fail.
+    assert found is not None, f"no path from {source} to {target}"
+    return _joined_slices(found)
+
+
+def _without_idle_axes(source: Layout, target: Layout) -> Layout:
+    """On an axis of one rank all placements mean the same: take the target's."""
+    placements = tuple(
+        new
+        if size == 1
+        and not isinstance(old, RaggedShard | type(None))
+        and not isinstance(new, RaggedShard)
+        else old
+        for old, new, size in zip(source.placements, target.placements, source.abstract_mesh.sizes)
+    )
+    if placements == source.placements:
+        return source
+    return Layout(source.abstract_mesh, placements, source.shape)
+
+
+class _Search:
+    def __init__(self, source: Layout, target: Layout, detours: bool) -> None:
+        self.source, self.target = source, target
+        self.sizes = source.abstract_mesh.sizes
+        # With detours, an axis that ends as it began may be replicated on the way.
+        self.choices = [
+            {old, new, Replicate()} if old != new or detours else {old}
+            for old, new in zip(source.placements, target.placements)
+        ]
+        self.layouts: dict[Placements, Layout | None] = {
+            target.placements: target,
+            source.placements: source,
+        }
+
+    def run(self) -> list[Move] | None:
+        order = count()
+        queue: list[tuple[int, int, int, Placements]] = [
+            (0, 0, next(order), self.source.placements)
+        ]
+        best: dict[Placements, tuple[int, int]] = {self.source.placements: (0, 0)}
+        arrived_by: dict[Placements, Move] = {}
+        while queue:
+            elements, steps, _, state = heapq.heappop(queue)
+            if state == self.target.placements:
+                return self._trace(arrived_by)
+            if best[state] < (elements, steps):
+                continue
+            for move in self._moves(state):
+                after = move.after.placements
+                cost = (elements + move.elements, steps + 1)
+                if after not in best or cost < best[after]:
+                    best[after] = cost
+                    arrived_by[after] = move
+                    heapq.heappush(queue, (*cost, next(order), after))
+        return None
+
+    def _trace(self, arrived_by: dict[Placements, Move]) -> list[Move]:
+        path: list[Move] = []
+        state = self.target.placements
+        while state != self.source.placements:
+            path.append(arrived_by[state])
+            state = path[-1].before.placements
+        return path[::-1]
+
+    def _layout(self, placements: Placements) -> Layout | None:
+        """None where a mixture of source and target placements makes no layout."""
+        if placements not in self.layouts:
+            try:
+                made = Layout(self.source.abstract_mesh, placements, self.source.shape)
+            except ValueError:
+                made = None
+            self.layouts[placements] = made
+        return self.layouts[placements]
+
+    def _moves(self, state: Placements) -> Iterator[Move]:
+        before = self._layout(state)
+        assert before is not None
+        for axis, old in enumerate(state):
+            if not _is_innermost(before, axis):
+                continue
+            for new in self.choices[axis]:
+                for others in self._slices_along(state, axis, old, new):
+                    placements = tuple(
+                        new if i == axis else self.target.placements[i] if i in others else p
+                        for i, p in enumerate(state)
+                    )
+                    after = self._layout(placements)
+                    if after is not None and placements != state:
+                        move = self._move(before, after, axis, bool(others))
+                        if move is not None:
+                            yield move
+
+    def _slices_along(
+        self, state: Placements, axis: int, old: Placement, new: Placement
+    ) -> Iterator[tuple[int, ...]]:
+        """Sets of other axes that may be sliced in the same step."""
+        yield ()
+        if not (is_sharding(old) or (isinstance(old, Partial) and is_sharding(new))):
+            return
+        if isinstance(new, Partial):
+            return
+        ready = [
+            i
+            for i, placement in enumerate(state)
+            if i != axis
+            and isinstance(placement, Replicate)
+            and is_sharding(self.target.placements[i])
+        ]
+        for number in range(1, len(ready) + 1):
+            yield from combinations(ready, number)
+
+    def _move(self, before: Layout, after: Layout, axis: int, fused: bool) -> Move | None:
+        old, new = before.placements[axis], after.placements[axis]
+        exact = not is_sharding(new) and not fused
+        if not _continues(before, after, axis, exact=exact):
+            return None
+        kind = _kind(old, new, fused)
+        if kind is None:
+            return None
+        if self.sizes[axis] == 1 and kind is not Kind.SLICE:
+            kind = Kind.SLICE
+        return Move(kind, axis, before, after, _elements(kind, before, after, self.sizes[axis]))
+
+
+def _kind(old: Placement, new: Placement, fused: bool) -> Kind | None:
+    """The step between two placements of one axis; None where two steps are needed."""
+    if isinstance(old, Replicate):
+        if isinstance(new, Partial) and new.reduce_op == "sum":
+            return Kind.KEEP
+        return Kind.SLICE  # the average, maximum or minimum of equal values is the value
+    if isinstance(old, Partial):
+        if isinstance(new, Replicate):
+            return Kind.ALL_REDUCE
+        if is_sharding(new) and old.reduce_op in ("sum", "avg"):
+            return Kind.REDUCE_SCATTER
+        return None
+    if isinstance(new, Partial):
+        return Kind.PAD if new.reduce_op == "sum" else None
+    if isinstance(new, Replicate) and not fused:
+        return Kind.ALL_GATHER
+    return Kind.ALL_TO_ALL
+
+
+def _elements(kind: Kind, before: Layout, after: Layout, size: int) -> int:
+    if not kind.communicates:
+        return 0
+    whole = after.largest_numel if kind is Kind.ALL_GATHER else before.largest_numel
+    if kind is Kind.REDUCE_SCATTER:
+        # Only the parts that the ranks along the axis keep are sent.
+        whole = min(whole, after.largest_numel * size)
+    moved = whole - whole // size
+    return 2 * moved if kind is Kind.ALL_REDUCE else moved
+
+
+def _is_innermost(layout: Layout, axis: int) -> bool:
+    """No other axis cuts the dims of `axis` after it does."""
+    return all(
+        cuts[-1].axis == axis for cuts in layout.cuts if any(cut.axis == axis for cut in cuts)
+    )
+
+
+def _continues(before: Layout, after: Layout, axis: int, *, exact: bool) -> bool:
+    """Whether `after` is `before` without `axis`, cut further (`exact`: not cut further)."""
+    for old, new in zip(before.cuts, after.cuts):
+        remaining = old[:-1] if old and old[-1].axis == axis else old
+        if new[: len(remaining)] != remaining or (exact and len(new) != len(remaining)):
+            return False
+    return True
+
+
+def _joined_slices(moves: list[Move]) -> tuple[Move, ...]:
+    """Consecutive slices as one; those that change nothing left out."""
+    joined: list[Move] = []
+    for move in moves:
+        if move.kind is Kind.SLICE and joined and joined[-1].kind is Kind.SLICE:
+            move = Move(Kind.SLICE, move.axis, joined.pop().before, move.after, 0)
+        joined.append(move)
+    return tuple(move for move in joined if move.kind is not Kind.SLICE or not _idle(move))
+
+
+def _idle(move: Move) -> bool:
+    return move.before.cuts == move.after.cuts and move.before.flat_dims == move.after.flat_dims

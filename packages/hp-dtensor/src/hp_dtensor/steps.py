@@ -1,0 +1,207 @@
+"""Steps: a move's data movement for one rank, worked out once and replayed.
+
+`RankStep.pack` makes what a rank puts into the collective from its local tensor, `unpack` makes
+the new local tensor from what it receives. Between the two stands one collective along one mesh
+axis, run by a process group or by the simulator.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import field, frozen
+from torch import Tensor
+from torch.distributed.tensor import Partial
+
+from hp_dtensor.blocks import Block, common_blocks
+from hp_dtensor.layout import Coordinate, Layout
+from hp_dtensor.path import Kind, Move
+from hp_platform.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+
+if TYPE_CHECKING:
+    from hp_platform.axis import MeshAxis
+    from hp_platform.ledger import Origin
+
+
+@frozen(eq=False)
+class RankStep:
+    """One move as one rank performs it. Sizes count elements, per coordinate of the axis.
+
+    Attributes:
+        view: the local tensor's shape before, as the blocks see it.
+        shape: the local tensor's shape afterwards.
+        new_view: that shape as the blocks see it.
+        sends: the block of the old local tensor that goes to each coordinate.
+        receives: the block of the new local tensor that comes from each coordinate.
+        in_order: all received blocks, one after the other, are the new local tensor.
+    """
+
+    kind: Kind
+    view: tuple[int, ...]
+    shape: tuple[int, ...]
+    new_view: tuple[int, ...]
+    sends: tuple[Block, ...]
+    receives: tuple[Block, ...]
+    send_sizes: tuple[int, ...]
+    receive_sizes: tuple[int, ...]
+    in_order: bool
+    keeps: bool
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The new local tensor of a move that does not communicate."""
+        if self.kind is Kind.KEEP and not self.keeps:
+            return tensor.new_zeros(self.shape)
+        viewed = tensor.reshape(self.view)
+        if self.kind is not Kind.PAD:
+            return self.sends[0].take(viewed).reshape(self.shape).contiguous()
+        padded = tensor.new_zeros(self.new_view)
+        self.receives[0].put(padded, viewed)
+        return padded.reshape(self.shape)
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """What goes into the collective: 1-D, but for an all-reduce a copy of the tensor."""
+        if self.kind is Kind.ALL_REDUCE:
+            return tensor.clone(memory_format=torch.contiguous_format)
+        if self.kind is Kind.ALL_GATHER or len(self.sends) == 1:
+            return self.sends[0].take(tensor.reshape(self.view)).reshape(-1).contiguous()
+        viewed = tensor.reshape(self.view)
+        return torch.cat([block.take(viewed).reshape(-1) for block in self.sends])
+
+    def unpack(self, received: Tensor) -> Tensor:
+        """The new local tensor from the collective's result."""
+        if self.in_order:
+            return received.reshape(self.shape)
+        target = received.new_empty(self.new_view)
+        for block, part in zip(self.receives, received.split(list(self.receive_sizes))):
+            block.put(target, part)
+        return target.reshape(self.shape)
+
+
+@frozen(eq=False)
+class Step:
+    """A move together with every rank's part in it, worked out on first use."""
+
+    move: Move
+    _at: dict[Coordinate, RankStep] = field(factory=dict, repr=False)
+
+    @property
+    def reduction(self) -> str:
+        placement = self.move.before.placements[self.move.axis]
+        return placement.reduce_op if isinstance(placement, Partial) else "sum"
+
+    def at(self, coord: Coordinate) -> RankStep:
+        if coord not in self._at:
+            self._at[coord] = _rank_step(self.move, coord)
+        return self._at[coord]
+
+    def __str__(self) -> str:
+        return str(self.move)
+
+
+def run_step(step: Step, part: RankStep, local: Tensor, axis: MeshAxis, origin: Origin) -> Tensor:
+    """Performs a step on this rank's local tensor."""
+    kind = part.kind
+    if not kind.communicates:
+        return part.local(local)
+    packed = part.pack(local)
+    if kind is Kind.ALL_REDUCE:
+        return all_reduce(packed, axis, op=step.reduction, origin=origin).wait()
+    if kind is Kind.ALL_GATHER:
+        handle = all_gather(packed, axis, sizes=part.receive_sizes, origin=origin)
+    elif kind is Kind.REDUCE_SCATTER:
+        handle = reduce_scatter(
+            packed, axis, sizes=part.send_sizes, op=step.reduction, origin=origin
+        )
+    else:
+        handle = all_to_all(
+            packed,
+            axis,
+            input_sizes=part.send_sizes,
+            output_sizes=part.receive_sizes,
+            origin=origin,
+        )
+    return part.unpack(handle.wait())
+
+
+def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:
+    """Performs a step on the list of all ranks' local tensors, in rank order."""
+    from hp_platform.testing.simulator import Simulator
+
+    move = step.move
+    mesh = move.before.abstract_mesh
+    parts = [step.at(coord) for coord in mesh.coordinates()]
+    if not move.kind.communicates:
+        return [part.local(local) for part, local in zip(parts, locals_)]
+    packed = [part.pack(local) for part, local in zip(parts, locals_)]
+    simulator = Simulator(mesh.sizes)
+    if move.kind is Kind.ALL_REDUCE:
+        return simulator.all_reduce(packed, move.axis, op=step.reduction)
+    sends = [part.send_sizes for part in parts]
+    receives = [part.receive_sizes for part in parts]
+    if move.kind is Kind.ALL_GATHER:
+        results = simulator.all_gather(packed, move.axis, sizes=receives)
+    elif move.kind is Kind.REDUCE_SCATTER:
+        results = simulator.reduce_scatter(packed, move.axis, sizes=sends, op=step.reduction)
+    else:
+        results = simulator.all_to_all(packed, move.axis, input_sizes=sends, output_sizes=receives)
+    return [part.unpack(result) for part, result in zip(parts, results)]
+
+
+def _rank_step(move: Move, coord: Coordinate) -> RankStep:
+    before, after = move.before, move.after
+    flat = max(before.flat_dims, after.flat_dims)
+    old, new = before.view_runs(flat, coord), after.view_runs(flat, coord)
+    peers = _peers(move, coord)
+    sends: tuple[Block, ...]
+    receives: tuple[Block, ...]
+    if move.kind in (Kind.SLICE, Kind.KEEP, Kind.PAD):
+        mine, there = common_blocks(old, new)
+        sends, receives = (mine,), (there,)
+    elif move.kind is Kind.ALL_REDUCE:
+        sends = receives = ()
+    else:
+        sends = tuple(common_blocks(old, after.view_runs(flat, peer))[0] for peer in peers)
+        receives = tuple(common_blocks(before.view_runs(flat, peer), new)[1] for peer in peers)
+        if move.kind is Kind.REDUCE_SCATTER:  # every peer sends the whole of the new part
+            receives = receives[:1]
+    new_view = tuple(_view(after, flat, coord))
+    return RankStep(
+        kind=move.kind,
+        view=tuple(_view(before, flat, coord)),
+        shape=after.local_shape(coord),
+        new_view=new_view,
+        sends=sends,
+        receives=receives,
+        send_sizes=tuple(block.numel for block in sends),
+        receive_sizes=tuple(block.numel for block in receives),
+        in_order=_in_order(receives, new_view),
+        keeps=coord[move.axis] == 0,
+    )
+
+
+def _view(layout: Layout, flat_dims: int, coord: Coordinate) -> list[int]:
+    return [
+        sum(stop - start for start, stop in runs) for runs in layout.view_runs(flat_dims, coord)
+    ]
+
+
+def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:
+    size, axis = move.before.abstract_mesh.sizes[move.axis], move.axis
+    return [(*coord[:axis], peer, *coord[axis + 1 :]) for peer in range(size)]
+
+
+def _in_order(blocks: tuple[Block, ...], view: tuple[int, ...]) -> bool:
+    """Whether the blocks are consecutive rows of the whole view."""
+    position = 0
+    for block in blocks:
+        if not block.numel:
+            continue
+        if any(size != whole for size, whole in zip(block.shape[1:], view[1:])):
+            return False
+        if block.index:
+            rows = block.index[0]
+            if not isinstance(rows, slice) or rows.start != position:
+                return False
+            position = rows.stop
+    return True

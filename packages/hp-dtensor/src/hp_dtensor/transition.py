@@ -1,0 +1,231 @@
+"""Transition: a layout pair compiled to a short list of collectives, and replayed.
+
+Compiling looks for the cheapest path (`hp_dtensor.path`) and works out every block to move
+(`hp_dtensor.steps`); applying only runs the list. The backward pass is the transition between the
+ends' gradient layouts (`hp_dtensor.adjoint`), so it is compiled in the same way and can itself be
+differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from hp_dtensor.adjoint import dual, factor, has_adjoint
+from hp_dtensor.layout import Coordinate, Layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.path import shortest_path
+from hp_dtensor.steps import RankStep, Step, run_step, simulate_step
+from hp_platform.axis import MeshAxis
+from hp_platform.ledger import Origin
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_ORIGIN = Origin("hp_dtensor", phase="forward")
+
+
+@frozen(eq=False, repr=False, slots=False)
+class Transition:
+    """A compiled redistribution of one tensor from `source` to `target`.
+
+    Attributes:
+        steps: what happens, in order; empty where every rank already holds what it should.
+        factor: by what the values are multiplied (1.0 except between gradients of averages).
+    """
+
+    source: Layout
+    target: Layout
+    steps: tuple[Step, ...]
+    factor: float
+
+    @classmethod
+    def compile(cls, source: Layout, target: Layout) -> Transition:
+        """The cheapest sequence of single-axis steps by elements moved per rank.
+
+        Paths are cached by value, so compiling the same pair again costs a look-up.
+
+        Raises:
+            ValueError: the layouts differ in mesh or global shape.
+        """
+        if source.shape != target.shape:
+            raise ValueError(
+                f"a transition keeps the global shape: source {source}, target {target}"
+            )
+        if source.mesh != target.mesh:
+            raise ValueError(f"a transition stays on one mesh: source {source}, target {target}")
+        steps = _compiled_steps(source.abstract, target.abstract)
+        transition = cls(source, target, steps, factor(source, target))
+        transition._prepare()
+        return transition
+
+    def _prepare(self) -> None:
+        """Works out this rank's part now, so that replaying finds it ready."""
+        if not isinstance(self.source.mesh, AbstractMesh):
+            own = self.source.mesh.get_coordinate()
+            for step in self.steps:
+                if own is not None:
+                    step.at(tuple(own))
+
+    @cached_property
+    def adjoint(self) -> Transition:
+        """The transition of gradients: from the target's gradient layout to the source's.
+
+        Raises:
+            ValueError: an end is a maximum or minimum over ranks, which has no adjoint.
+        """
+        for end in (self.source, self.target):
+            if not has_adjoint(end):
+                raise ValueError(
+                    f"{end} is not linear in its local tensors and has no gradient here; "
+                    "redistribute it to Replicate under torch.no_grad, or detach it"
+                )
+        return Transition.compile(dual(self.target), dual(self.source))
+
+    @property
+    def is_identity(self) -> bool:
+        """The local tensors do not change. (Their gradients may: see `adjoint`.)"""
+        return not self.steps and self.factor == 1.0
+
+    @property
+    def elements(self) -> int:
+        """Elements that a rank sends or receives at most, its own part left out."""
+        return sum(step.move.elements for step in self.steps)
+
+    @property
+    def bytes(self) -> int:
+        """`elements` in bytes of float32. For a dtype: `elements * dtype.itemsize`."""
+        return 4 * self.elements
+
+    # -- running ------------------------------------------------------------------------------
+
+    def apply(
+        self,
+        local: Tensor,
+        *,
+        origin: Origin = _ORIGIN,
+        axes: Mapping[str, MeshAxis] | None = None,
+    ) -> Tensor:
+        """The target's local tensor from the source's, differentiable any number of times.
+
+        Args:
+            local: this rank's local tensor, of the source's local shape.
+            origin: who asks; shown in the ledger (the backward pass with phase "backward").
+            axes: the mesh's axes by name; None takes them from the layouts' DeviceMesh.
+
+        Raises:
+            ValueError: the local tensor has another shape, or the layouts are on an abstract
+                mesh and no axes are given.
+        """
+        if not (local.requires_grad and torch.is_grad_enabled()):
+            return self.run_forward(local, origin=origin, axes=axes)
+        if self.is_identity and self.adjoint.is_identity:
+            return local
+        return _Redistribute.apply(local, self, origin, axes)
+
+    def run_forward(
+        self,
+        local: Tensor,
+        *,
+        origin: Origin = _ORIGIN,
+        axes: Mapping[str, MeshAxis] | None = None,
+    ) -> Tensor:
+        """As `apply`, without autograd."""
+        if self.is_identity:
+            return local
+        coord, bound = self._bound if axes is None else self._bind(axes)
+        expected = self.source.local_shape(coord)
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"{self}: the local tensor has shape {tuple(local.shape)}, but the source gives "
+                f"coordinate {coord} the shape {expected}"
+            )
+        with torch.no_grad():
+            for step, part, axis in bound:
+                local = run_step(step, part, local, axis, origin)
+            return local if self.factor == 1.0 else local * self.factor
+
+    def simulate(self, locals_: Sequence[Tensor]) -> list[Tensor]:
+        """All ranks at once, in one process: local tensors in rank order, before and after."""
+        result = list(locals_)
+        for step in self.steps:
+            result = simulate_step(step, result)
+        return result if self.factor == 1.0 else [local * self.factor for local in result]
+
+    @cached_property
+    def _bound(self) -> tuple[Coordinate, tuple[tuple[Step, RankStep, MeshAxis], ...]]:
+        mesh = self.source.mesh
+        if isinstance(mesh, AbstractMesh):
+            raise ValueError(
+                f"{self} is on an abstract mesh: pass axes={{name: MeshAxis}}, or use simulate"
+            )
+        coord = self.source.coordinate()
+        return coord, tuple(
+            (step, step.at(coord), _axis_of(mesh, step.move.axis)) for step in self.steps
+        )
+
+    def _bind(
+        self, axes: Mapping[str, MeshAxis]
+    ) -> tuple[Coordinate, tuple[tuple[Step, RankStep, MeshAxis], ...]]:
+        mesh = self.source.abstract_mesh
+        missing = [
+            name for name, size in zip(mesh.axis_names, mesh.sizes) if size > 1 and name not in axes
+        ]
+        if missing:
+            raise ValueError(f"{self}: axes lacks {missing}, found {sorted(axes)}")
+        coord = tuple(axes[name].rank if name in axes else 0 for name in mesh.axis_names)
+        return coord, tuple(
+            (step, step.at(coord), axes[mesh.axis_names[step.move.axis]]) for step in self.steps
+        )
+
+    # -- as text ------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"Transition({self.source} -> {self.target})"
+
+    def __str__(self) -> str:
+        lines = [f"{self.source} -> {self.target}"]
+        lines += [f"  {step}" for step in self.steps] or ["  nothing to do"]
+        if self.factor != 1.0:
+            lines.append(f"  multiply by {self.factor:g}")
+        return "\n".join(lines)
+
+
+@lru_cache(maxsize=16384)
+def _compiled_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    # A memo of a pure function of two values; steps hold no process group.
+    return tuple(Step(move) for move in shortest_path(source, target))
+
+
+def _axis_of(mesh: DeviceMesh, axis: int) -> MeshAxis:
+    """The mesh's axis, kept with the mesh object: finding the tier asks the axis's other ranks."""
+    known: dict[int, MeshAxis] = mesh.__dict__.setdefault("_hp_axes", {})
+    if axis not in known:
+        known[axis] = MeshAxis.of_mesh(mesh, axis)
+    return known[axis]
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        transition: Transition,
+        origin: Origin,
+        axes: Mapping[str, MeshAxis] | None,
+    ) -> Tensor:
+        ctx.adjoint = transition.adjoint
+        ctx.origin = Origin(origin.package, origin.name, "backward")
+        ctx.axes = axes
+        result = transition.run_forward(local, origin=origin, axes=axes)
+        return result.view_as(result) if result is local else result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
+        result = ctx.adjoint.apply(gradients[0], origin=ctx.origin, axes=ctx.axes)
+        return result, None, None, None
