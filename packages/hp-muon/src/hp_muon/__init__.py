@@ -1,1 +1,14 @@
 """Muon for sharded training that needs nothing but the parameters' layouts."""
+
+from hp_muon.errors import MuonError
+from hp_muon.muon import Muon
+from hp_muon.newton_schulz import COEFFICIENTS, newton_schulz
+from hp_muon.views import MatrixView
+
+__all__ = [
+    "COEFFICIENTS",
+    "MatrixView",
+    "Muon",
+    "MuonError",
+    "newton_schulz",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -124,6 +125,37 @@ class MeshAxis:
         if len(ranks) == 1:
             return cls(name, 1, 0, ranks, Tier.LOCAL, device)
         return cls(name, len(ranks), rank, ranks, _tier(ranks, topology), device, chosen, backend)
+
+    def subset(
+        self, subsets: Sequence[Sequence[int]], topology: Topology | None = None
+    ) -> MeshAxis:
+        """The part of this axis that this rank falls into when its coordinates are divided.
+
+        A new process group is made for it, so all ranks of a subset must make this call, in the
+        same order among the calls that make groups.
+
+        Args:
+            subsets: coordinates of this axis, every one exactly once.
+
+        Raises:
+            TopologyError: a coordinate is missing or occurs twice.
+        """
+        if sorted(c for subset in subsets for c in subset) != list(range(self.size)):
+            raise TopologyError(
+                f"mesh axis {self.name!r}: subsets {[list(s) for s in subsets]} must hold each of "
+                f"its {self.size} coordinates exactly once"
+            )
+        own = sorted(next(subset for subset in subsets if self.rank in subset))
+        if len(own) == self.size:
+            return self
+        ranks = tuple(self.ranks[c] for c in own)
+        rank = own.index(self.rank)
+        if len(ranks) == 1:
+            return MeshAxis(self.name, 1, 0, ranks, Tier.LOCAL, self.device)
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        tier = _tier(ranks, topology)
+        backend = dist.get_backend(group)
+        return MeshAxis(self.name, len(ranks), rank, ranks, tier, self.device, group, backend)
 
 
 def _axis_index(mesh: DeviceMesh, axis: str | int) -> int:

@@ -1,0 +1,87 @@
+"""Process groups behind a plan: its mesh axes and replica subgroups, compiled to exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hp_dtensor import AbstractMesh
+from hp_platform import MeshAxis, Topology, agree
+
+from hp_muon.errors import MuonError
+from hp_muon.relay import hops
+from hp_muon.step import Channel
+from hp_muon.step_plan import Batch, Domain, ReplicaAxis, StepPlan
+
+
+class Channels:
+    """The axes of every domain of a plan. Making one is collective: groups may be created.
+
+    Raises:
+        MuonError: a layout is on an abstract mesh, which has no process groups.
+    """
+
+    def __init__(self, plan: StepPlan, topology: Topology | None) -> None:
+        self._topology = topology
+        self._axes: list[tuple[object, int, tuple[int, ...] | None, MeshAxis]] = []
+        self._by_domain = {
+            id(domain): (self._shard_axes(domain), self._replica_axes(domain))
+            for domain in plan.domains()
+        }
+        self.compiled: tuple[Channel, ...] = tuple(map(self._compile, plan.batches))
+
+    def replica_axes(self, domain: Domain) -> tuple[MeshAxis, ...]:
+        return self._by_domain[id(domain)][1]
+
+    def agree(self, plan: StepPlan) -> None:
+        """Stops all ranks if their plans differ; silent where nothing is communicated.
+
+        Raises:
+            AgreementError: names the ranks that differ.
+        """
+        for *_, axis in self._axes:
+            agree("the Muon step plan (parameters, layouts, options)", plan.digest, axis)
+
+    def _compile(self, batch: Batch) -> Channel:
+        shard_axes, replica_axes = self._by_domain[id(batch.domain)]
+        part = batch.own
+        return Channel(
+            gather=hops([segment.total for segment in part.segments], shard_axes),
+            relay=hops(part.chunks, shard_axes),
+            publish=hops([part.publication.total for part in batch.parts], replica_axes),
+        )
+
+    def _shard_axes(self, domain: Domain) -> tuple[MeshAxis, ...]:
+        return tuple(self._axis(domain, axis) for axis in domain.shard_axes)
+
+    def _replica_axes(self, domain: Domain) -> tuple[MeshAxis, ...]:
+        return tuple(self._subgroup(domain, axis) for axis in domain.replica_axes)
+
+    def _axis(self, domain: Domain, axis: int) -> MeshAxis:
+        found = self._known(domain, axis, None)
+        if found is None:
+            if domain.mesh is None or isinstance(domain.mesh, AbstractMesh):
+                raise MuonError(
+                    f"parameters {domain.label} are on an abstract mesh, which has no process "
+                    "groups; give their layouts a torch.distributed DeviceMesh"
+                )
+            found = MeshAxis.of_mesh(domain.mesh, axis, self._topology)
+            self._axes.append((domain.mesh, axis, None, found))
+        return found
+
+    def _subgroup(self, domain: Domain, replica: ReplicaAxis) -> MeshAxis:
+        if len(replica.subgroups) == 1:
+            return self._axis(domain, replica.axis)
+        found = self._known(domain, replica.axis, replica.members)
+        if found is None:
+            whole = MeshAxis.of_mesh(domain.mesh, replica.axis, self._topology)  # type: ignore[arg-type]
+            found = whole.subset(replica.subgroups, self._topology)
+            self._axes.append((domain.mesh, replica.axis, replica.members, found))
+        return found
+
+    def _known(
+        self, domain: Domain, axis: int, members: Sequence[int] | None
+    ) -> MeshAxis | None:
+        for mesh, index, subgroup, found in self._axes:
+            if mesh == domain.mesh and index == axis and subgroup == members:
+                return found
+        return None

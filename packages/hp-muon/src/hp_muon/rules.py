@@ -1,0 +1,63 @@
+"""Momentum and update scale: the elementwise parts of Muon, as functions of their arguments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hp_muon.errors import MuonError
+
+SCALES = ("match_rms_adamw", "spectral", "jordan", "none")
+
+
+def update_scale(scale: str, rows: int, cols: int) -> float:
+    """Factor on the orthogonalized update of a logical matrix.
+
+    - "match_rms_adamw": 0.2 sqrt(max(rows, cols)), the root mean square of AdamW's updates
+      (Liu et al. 2025, arXiv 2502.16982).
+    - "spectral", "jordan": sqrt(max(1, rows / cols)) (Jordan et al. 2024).
+    - "none": 1.
+
+    Raises:
+        MuonError: no such rule.
+    """
+    if scale == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    if scale in ("spectral", "jordan"):
+        return math.sqrt(max(1.0, rows / cols))
+    if scale == "none":
+        return 1.0
+    raise MuonError(f"unknown scale {scale!r}; use one of {SCALES}")
+
+
+def accumulate(
+    momenta: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool
+) -> list[Tensor]:
+    """m <- mu m + g in place; returns the input of Newton-Schulz, g + mu m or m.
+
+    Args:
+        momenta: float32, one per gradient; gradients may be of another floating dtype.
+    """
+    if not momenta:
+        return []
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, gradients)
+    if not nesterov:
+        return list(momenta)
+    inputs = torch._foreach_mul(momenta, momentum)
+    torch._foreach_add_(inputs, gradients)
+    return list(inputs)
+
+
+def apply_updates(
+    parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: float, decay: float, scale: float
+) -> None:
+    """p <- p (1 - lr decay) - lr scale update, in place, with decoupled weight decay."""
+    if not parameters:
+        return
+    if decay:
+        torch._foreach_mul_(parameters, 1 - lr * decay)
+    torch._foreach_add_(parameters, updates, alpha=-lr * scale)
