@@ -35,6 +35,8 @@ class Bucket:
     parameters: tuple[ShardedParameter, ...]
     buffer: GradientBuffer
     reduce_scatters: list[Handle[Tensor]]
+    earlier: Tensor | None = None
+    """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
 
     def wait_fast(self) -> None:
@@ -81,7 +83,9 @@ class Reduction:
                 )
                 for parameter, view in zip(parameters, buffer.views)
             ]
-            buckets.append(Bucket(tuple(parameters), buffer, handles))
+            # Taken now, so that nothing else finds them and reduces them a second time.
+            earlier = unit.partial_sums.pop(dtype, None) if unit.requires_all_reduce else None
+            buckets.append(Bucket(tuple(parameters), buffer, handles, earlier))
         return cls(unit, buckets, unit.data.has_replicas, unit.requires_all_reduce)
 
     def wait_fast(self) -> None:
@@ -93,7 +97,9 @@ class Reduction:
         assert self.unit.data.replicate is not None
         origin = Origin(PACKAGE, self.unit.path, "backward")
         for bucket in self.buckets:
-            self.unit.take_partial_sum(bucket.buffer)
+            if bucket.earlier is not None:
+                bucket.buffer.data.add_(bucket.earlier)
+                bucket.earlier = None
             bucket.all_reduce = all_reduce(
                 bucket.buffer.data, self.unit.data.replicate, origin=origin
             )

@@ -178,9 +178,3 @@ class Unit:
             self.partial_sums[buffer.data.dtype] = buffer.data
         else:
             held.add_(buffer.data)
-
-    def take_partial_sum(self, buffer: GradientBuffer) -> None:
-        """Adds what earlier micro-steps have kept to `buffer`."""
-        held = self.partial_sums.pop(buffer.data.dtype, None)
-        if held is not None:
-            buffer.data.add_(held)
