@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
 DUMP_SIGNAL = signal.SIGUSR1
 HEADER = struct.Struct("!Q")
@@ -36,51 +36,50 @@ class RankSetting:
 
     Attributes:
         rank, world_size, backend: as in `torch.distributed`.
-        port: port of the rendezvous store, which the parent serves on loopback.
         timeout: seconds after which the backend gives up a collective.
+        store_file: the file through which the ranks find one another: no port can be
+            taken by somebody else, and no server is needed.
         stack_file: where this rank writes its stacks when told to.
-        report: file descriptor for the one message of this rank.
-        release: file descriptor that becomes readable once every rank has reported.
         parent: process id of the parent.
     """
 
     rank: int
     world_size: int
     backend: str
-    port: int
     timeout: float
+    store_file: Path
     stack_file: Path
-    report: int
-    release: int
     parent: int
 
 
-def run_rank(setting: RankSetting, body: Callable[..., Any]) -> NoReturn:
-    """Runs `body` as one rank, reports, and ends the process without any exit handler."""
+def run_rank(setting: RankSetting, body: Callable[..., Any], report: int, release: int) -> NoReturn:
+    """Runs `body` as one rank, reports, and ends the process without any exit handler.
+
+    Args:
+        report: file descriptor for the one message of this rank.
+        release: file descriptor that becomes readable once every rank has reported.
+    """
     code = 1
     try:
         stacks = setting.stack_file.open("w")
         _prepare_process(setting, stacks)
         dist.init_process_group(
             setting.backend,
-            store=TCPStore(
-                "127.0.0.1", setting.port, setting.world_size, is_master=False,
-                timeout=timedelta(seconds=setting.timeout),
-            ),
+            store=FileStore(str(setting.store_file), setting.world_size),
             rank=setting.rank,
             world_size=setting.world_size,
             timeout=timedelta(seconds=setting.timeout),
-        )  # fmt: skip
+        )
         result = body(setting.rank) if _takes_rank(body) else body()
-        _send(setting.report, {"result": pickle.dumps(result)})
+        _send(report, {"result": pickle.dumps(result)})
         # Groups are torn down only when nobody communicates any more: a rank that closes
         # its connections early would look like a dead peer to the others.
-        os.read(setting.release, 1)
+        os.read(release, 1)
         if dist.is_initialized():
             dist.destroy_process_group()
         code = 0
     except BaseException as error:
-        _send(setting.report, _failure(error))
+        _send(report, _failure(error))
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
@@ -104,8 +103,6 @@ def _prepare_process(setting: RankSetting, stacks: Any) -> None:
         GROUP_RANK="0",
         WORLD_SIZE=str(setting.world_size),
         LOCAL_WORLD_SIZE=str(setting.world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(setting.port),
         OMP_NUM_THREADS="1",
     )
     # gloo otherwise looks up the host's name, which may lead to an unreachable address.

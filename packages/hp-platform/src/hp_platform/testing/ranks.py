@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from hp_platform.errors import HPError, RankFailure
 from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, RankSetting, run_rank
@@ -94,13 +93,19 @@ def run_ranks(
             "CUDA; use torchrun, or keep CUDA out of the parent"
         )
     deadline = time.monotonic() + timeout
-    # The parent serves the store on a port the system chose: no port is picked and lost.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, _close_at_end() as close:
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                setting = _setting(rank, world_size, backend, store.port, timeout, folder)
+                setting = RankSetting(
+                    rank=rank,
+                    world_size=world_size,
+                    backend=backend,
+                    timeout=timeout,
+                    store_file=Path(folder) / "store",
+                    stack_file=Path(folder) / f"rank{rank}.stacks",
+                    parent=os.getpid(),
+                )
                 ranks.append(_fork(setting, body, close))
             failed = _collect(ranks, deadline)
             if failed or not all(rank.settled for rank in ranks):
@@ -123,15 +128,6 @@ def _close_at_end() -> Iterator[list[int]]:
                 os.close(descriptor)
 
 
-def _setting(
-    rank: int, world_size: int, backend: str, port: int, timeout: float, folder: str
-) -> RankSetting:
-    return RankSetting(
-        rank, world_size, backend, port, timeout, Path(folder) / f"rank{rank}.stacks",
-        report=-1, release=-1, parent=os.getpid(),
-    )  # fmt: skip
-
-
 def _fork(setting: RankSetting, body: Callable[..., Any], close: list[int]) -> _Rank:
     report_read, report_write = os.pipe()
     release_read, release_write = os.pipe()
@@ -143,9 +139,7 @@ def _fork(setting: RankSetting, body: Callable[..., Any], close: list[int]) -> _
         for descriptor in (*close, report_read, release_write):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        run_rank(
-            RankSetting(**{**vars(setting), "report": report_write, "release": release_read}), body
-        )
+        run_rank(setting, body, report_write, release_read)
     os.close(report_write)
     os.close(release_read)
     os.set_blocking(report_read, False)
@@ -236,9 +230,7 @@ def _silence(rank: _Rank, *, stuck: bool) -> str:
 
 def _release(ranks: list[_Rank]) -> None:
     """Lets all ranks tear their groups down, and waits for them to end."""
-    for rank in ranks:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(rank.release, b"x")
+    _tell_all(ranks, b"x")
     end = time.monotonic() + _TEARDOWN_TIME
     while time.monotonic() < end:
         if all(_reaped(rank) for rank in ranks):
@@ -253,6 +245,13 @@ def _release(ranks: list[_Rank]) -> None:
     }
     if bad:
         raise RankFailure("tearing the process group down failed", bad, tuple(bad))
+
+
+def _tell_all(ranks: list[_Rank], message: bytes) -> None:
+    for rank in ranks:
+        # A rank that is already gone is noticed by its silence.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(rank.release, message)
 
 
 def _reaped(rank: _Rank) -> bool:

@@ -1,0 +1,202 @@
+"""The rank runner: results, failures, deadlines, and what the children must not do."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_platform import MeshAxis, RankFailure, all_reduce, barrier
+from hp_platform.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def test_results_come_back_in_rank_order_and_the_body_may_be_a_closure():
+    factor = 10
+    assert run_ranks(lambda rank: rank * factor, 3) == [0, 10, 20]
+
+
+def test_a_body_without_parameters_finds_its_rank_in_the_group_and_environment():
+    def body():
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        return dist.get_rank(), torch.get_num_threads(), [os.environ[name] for name in names]
+
+    expected = [(rank, 1, [str(rank), str(rank), "2", "2"]) for rank in range(2)]
+    assert run_ranks(body, 2) == expected
+
+
+def test_one_rank_has_a_group_of_its_own():
+    assert run_ranks(lambda: dist.get_world_size(), 1) == [1]
+
+
+def test_meshes_of_several_axes_can_be_made():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        tensor = torch.tensor([float(rank)])
+        return all_reduce(tensor, MeshAxis.of_mesh(mesh, "dp")).wait().item()
+
+    assert run_ranks(body, 4) == [2.0, 4.0, 2.0, 4.0]
+
+
+def test_results_larger_than_a_pipe_arrive():
+    results = run_ranks(lambda rank: torch.full((1 << 20,), rank), 3)
+    assert [bool((found == rank).all()) for rank, found in enumerate(results)] == [True] * 3
+
+
+def test_it_works_after_the_parent_has_computed_with_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        weight = torch.randn(600, 600, requires_grad=True)
+        (weight @ weight).sum().backward()
+        torch.randn(1 << 20).sort()
+
+        def body():
+            inner = torch.randn(600, 600, requires_grad=True)
+            (inner @ inner).sum().backward()
+            torch.randn(1 << 20).sort()
+            return bool(torch.isfinite(inner.grad).all())
+
+        assert run_ranks(body, 2, timeout=30) == [True, True]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_an_exception_stops_the_others_within_a_second_and_shows_every_traceback():
+    def body(rank):
+        if rank == 1:
+            raise KeyError("the planted fault")
+        if rank == 2:
+            time.sleep(100)
+        barrier(MeshAxis.of_group())
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(body, 3)
+    assert time.monotonic() - start < 2
+    failure = caught.value
+    assert failure.failed[0] == 1
+    assert isinstance(failure.__cause__, KeyError)
+    assert "KeyError: 'the planted fault'" in failure.reports[1]
+    assert "lost its peers while waiting in barrier" in failure.reports[0]
+    assert "was still running" in failure.reports[2]
+    assert "time.sleep" not in failure.reports[2]
+    assert "in body" in failure.reports[2]
+    assert all(f"--- rank {rank} ---" in str(failure) for rank in range(3))
+
+
+def test_an_exception_that_cannot_be_pickled_is_still_shown():
+    class LocalError(Exception):
+        pass
+
+    def body():
+        raise LocalError("only here")
+
+    with pytest.raises(RankFailure, match=r"LocalError: only here") as caught:
+        run_ranks(body, 1)
+    assert caught.value.__cause__ is None
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure():
+    with pytest.raises(RankFailure, match="pickle"):
+        run_ranks(lambda: lambda: None, 1)
+
+
+def test_a_killed_rank_is_named_with_its_signal():
+    def body(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        barrier(MeshAxis.of_group())
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2|rank 1, 0 of 2") as caught:
+        run_ranks(body, 2)
+    assert time.monotonic() - start < 2
+    assert "was killed by signal SIGKILL" in caught.value.reports[1]
+
+
+def test_a_rank_that_ends_its_process_is_a_failure():
+    with pytest.raises(RankFailure, match="ended with exit code 3 without reporting"):
+        run_ranks(lambda: os._exit(3), 1)
+    with pytest.raises(RankFailure, match="SystemExit"):
+        run_ranks(lambda: sys.exit(0), 1)
+
+
+def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck():
+    def waits_for_ever(rank):
+        if rank == 0:
+            return
+        time.sleep(100)
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 1 of 2 did not finish within 1 s") as caught:
+        run_ranks(waits_for_ever, 2, timeout=1)
+    assert time.monotonic() - start < 3
+    assert "in waits_for_ever" in caught.value.reports[1]
+
+
+def test_a_rank_stuck_in_a_collective_is_shown_there():
+    def body(rank):
+        if rank == 0:
+            all_reduce(torch.ones(1), MeshAxis.of_group()).wait()
+        time.sleep(100)
+
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(body, 2, timeout=1)
+    assert "in wait" in caught.value.reports[0]
+
+
+def test_no_child_is_left_over_after_a_failure():
+    pids = Path("/proc/self/task") / str(threading.get_native_id()) / "children"
+    before = pids.read_text()
+
+    def body(rank):
+        if rank == 0:
+            raise ValueError
+        time.sleep(100)
+
+    with pytest.raises(RankFailure):
+        run_ranks(body, 3)
+    assert pids.read_text() == before
+
+
+def test_children_run_no_exit_handlers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import atexit
+from hp_platform.testing import run_ranks
+atexit.register(lambda: print("exit handler", flush=True))
+print("before")
+run_ranks(lambda rank: print(f"rank {rank}"), 2)
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60
+    )
+    lines = done.stdout.splitlines()
+    assert sorted(lines) == ["before", "exit handler", "rank 0", "rank 1"]
+    assert lines[-1] == "exit handler"
+    assert done.stderr == ""
+
+
+def test_a_body_may_destroy_its_group_itself():
+    assert run_ranks(lambda: dist.destroy_process_group(), 2) == [None, None]
+
+
+def test_many_groups_in_a_row_end_cleanly():
+    for _ in range(10):
+        assert run_ranks(lambda: barrier(MeshAxis.of_group()), 2) == [None, None]
+
+
+def test_a_world_of_no_ranks_is_refused():
+    with pytest.raises(ValueError, match="at least one rank, got world_size=0"):
+        run_ranks(lambda: None, 0)
