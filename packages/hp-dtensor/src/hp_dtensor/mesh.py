@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(str(name) for name in value)  # type: ignore[attr-defined]
+    from hp_platform.axis import MeshAxis
 
 
-def _sizes(value: object) -> tuple[int, ...]:
-    return tuple(int(size) for size in value)  # type: ignore[call-overload]
+def _names(value: Iterable[str]) -> tuple[str, ...]:
+    return tuple(str(name) for name in value)
+
+
+def _sizes(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(size) for size in value)
 
 
 @frozen
@@ -88,3 +90,16 @@ class AbstractMesh:
 
     def __str__(self) -> str:
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.sizes))
+
+
+def mesh_axis(mesh: DeviceMesh, axis: int) -> MeshAxis:
+    """The axis of a real mesh on which collectives are called; all its ranks must ask for it.
+
+    It is kept with the mesh object and made once: finding its tier asks the axis's other ranks.
+    """
+    from hp_platform.axis import MeshAxis
+
+    known: dict[int, MeshAxis] = mesh.__dict__.setdefault("_hp_axes", {})
+    if axis not in known:
+        known[axis] = MeshAxis.of_mesh(mesh, axis)
+    return known[axis]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -18,14 +18,11 @@ from torch import Tensor
 
 from hp_dtensor.adjoint import dual, factor, has_adjoint
 from hp_dtensor.layout import Coordinate, Layout
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.path import shortest_path
 from hp_dtensor.steps import RankStep, Step, run_step, simulate_step
 from hp_platform.axis import MeshAxis
 from hp_platform.ledger import Origin
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
 
 _ORIGIN = Origin("hp_dtensor", phase="forward")
 
@@ -166,7 +163,7 @@ class Transition:
             )
         coord = self.source.coordinate()
         return coord, tuple(
-            (step, step.at(coord), _axis_of(mesh, step.move.axis)) for step in self.steps
+            (step, step.at(coord), mesh_axis(mesh, step.move.axis)) for step in self.steps
         )
 
     def _bind(
@@ -200,14 +197,6 @@ class Transition:
 def _compiled_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     # A memo of a pure function of two values; steps hold no process group.
     return tuple(Step(move) for move in shortest_path(source, target))
-
-
-def _axis_of(mesh: DeviceMesh, axis: int) -> MeshAxis:
-    """The mesh's axis, kept with the mesh object: finding the tier asks the axis's other ranks."""
-    known: dict[int, MeshAxis] = mesh.__dict__.setdefault("_hp_axes", {})
-    if axis not in known:
-        known[axis] = MeshAxis.of_mesh(mesh, axis)
-    return known[axis]
 
 
 class _Redistribute(torch.autograd.Function):
