@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hp_dtensor.dispatch import dispatch
 from hp_dtensor.foreach import foreach, is_foreach, unscale
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.recipe import words
+from hp_dtensor.scalars import are_mixed_scalars, stack_scalars
 
 Handler = Callable[..., Any]
 
@@ -123,6 +125,14 @@ def _grad(
     )
 
 
+def _stack(*args: Any, **kwargs: Any) -> Any:
+    """Norms of gradients on different meshes are stacked as plain values."""
+    tensors = args[0] if args else kwargs["tensors"]
+    if are_mixed_scalars(tensors):
+        return stack_scalars(tensors)
+    return dispatch(torch.stack, args, kwargs)
+
+
 def _sequence(value: Any) -> Sequence[Any]:
     return value if isinstance(value, tuple | list) else [value]
 
@@ -149,6 +159,7 @@ def _handlers() -> Mapping[Any, Handler]:
     table[torch.Tensor.is_nonzero] = DTensor.__bool__
     table[torch._has_compatible_shallow_copy_type] = _compatible
     table[torch.autograd.grad] = _grad
+    table[torch.stack] = _stack
     table[torch._amp_foreach_non_finite_check_and_unscale_] = unscale
     return MappingProxyType(table)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
 from hp_dtensor.rules.recipe import Call, Everywhere, Operand, Recipe, Rule, replicated
 from hp_dtensor.rules.table import rule_for
@@ -366,7 +367,16 @@ def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
             plan.call.layouts,
             remedy="redistribute it explicitly, or declare it in the boundary's contract",
         )
-    return step.transition.apply(local, origin=step.origin)
+    return move(step.transition, local, step.origin)
+
+
+def move(transition: Transition, local: Tensor, origin: Origin) -> Tensor:
+    """Applies a transition; on an abstract mesh only the shape of a meta tensor can follow."""
+    if isinstance(transition.source.mesh, AbstractMesh) and local.is_meta:
+        if transition.is_identity:
+            return local
+        return local.new_empty(transition.target.local_shape((0,) * transition.target.mesh.ndim))
+    return transition.apply(local, origin=origin)
 
 
 def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:

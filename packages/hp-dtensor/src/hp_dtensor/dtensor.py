@@ -9,6 +9,7 @@ is an error.
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from hp_dtensor.dispatch import dispatch
+from hp_dtensor.dispatch import dispatch, move
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import describe, is_sharding, sharded_dims
@@ -168,7 +169,7 @@ class DTensor(torch.Tensor):
         if layout == self._layout:
             return self
         transition = Transition.compile(self._layout, layout)
-        return DTensor._of(transition.apply(self._checked_local(), origin=_ORIGIN), layout)
+        return DTensor._of(move(transition, self._checked_local(), _ORIGIN), layout)
 
     def _checked_local(self) -> Tensor:
         if not self._local.requires_grad and torch._C._any_requires_grad(self):
@@ -193,7 +194,7 @@ class DTensor(torch.Tensor):
         return self._layout
 
     @property
-    def device_mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> DeviceMesh | AbstractMesh:
         return self._layout.mesh
 
     @property
@@ -217,7 +218,7 @@ class DTensor(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._local.device
 
-    def size(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def size(self, dim: int | None = None) -> Any:
         return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
 
     def dim(self) -> int:
@@ -241,7 +242,7 @@ class DTensor(torch.Tensor):
     def is_contiguous(self, memory_format: Any = torch.contiguous_format) -> bool:
         return self._local.is_contiguous(memory_format=memory_format)
 
-    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+    def stride(self, dim: int | None = None) -> Any:
         """Strides of the global tensor if it were stored in the local tensor's dim order."""
         strides = _global_strides(self._layout.shape, self._local)
         return strides if dim is None else strides[dim]
@@ -257,7 +258,7 @@ class DTensor(torch.Tensor):
     def mT(self) -> Tensor:  # type: ignore[override]  # noqa: N802
         return self.transpose(-2, -1)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         value = ""
         if self._layout.is_replicated and not self._local.is_meta:
             value = f"{self._local.detach()!r}, "
@@ -266,7 +267,7 @@ class DTensor(torch.Tensor):
     # -- autograd, which runs on the local tensor ----------------------------------------------
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         return self._local.requires_grad
 
     @requires_grad.setter
@@ -306,8 +307,8 @@ class DTensor(torch.Tensor):
         """Layout of the gradient: the gradient placements as placements of a value."""
         return gradient_layout(self._layout)
 
-    @property
-    def grad(self) -> DTensor | None:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def grad(self) -> DTensor | None:
         """The gradient as a DTensor, over the local tensor's own gradient."""
         local = self._local.grad
         if local is None:
@@ -351,8 +352,8 @@ class DTensor(torch.Tensor):
         self._local.grad = None
         self._gradient = None
 
-    @property
-    def data(self) -> DTensor:  # type: ignore[override]
+    @property  # type: ignore[override]
+    def data(self) -> DTensor:
         return DTensor._of(self._local.data, self._layout)
 
     @data.setter
@@ -505,19 +506,13 @@ class DTensor(torch.Tensor):
     # -- torch.distributed.checkpoint -----------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, value: object) -> Any:
-        from hp_dtensor import checkpoint
-
-        return checkpoint.create_write_items(self, fqn)
+        return _checkpoint().create_write_items(self, fqn)
 
     def __create_chunk_list__(self) -> Any:
-        from hp_dtensor import checkpoint
-
-        return checkpoint.create_chunk_list(self)
+        return _checkpoint().create_chunk_list(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        from hp_dtensor import checkpoint
-
-        return checkpoint.get_tensor_shard(self, index)
+        return _checkpoint().get_tensor_shard(self, index)
 
     # -- interception --------------------------------------------------------------------------
 
@@ -537,7 +532,7 @@ class DTensor(torch.Tensor):
         return dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         raise OperatorError(
@@ -546,6 +541,11 @@ class DTensor(torch.Tensor):
             "Remedy: call to_local() before it and DTensor.from_local() after it, or declare the "
             "module an opaque region."
         )
+
+
+def _checkpoint() -> Any:
+    """The module that knows torch.distributed.checkpoint, which is slow to import."""
+    return importlib.import_module("hp_dtensor.checkpoint")
 
 
 def gradient_layout(layout: Layout) -> Layout:

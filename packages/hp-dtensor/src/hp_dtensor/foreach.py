@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.dispatch import Plan, local_operands, make, plan_for
 from hp_dtensor.layout import Layout
@@ -20,8 +21,7 @@ from hp_dtensor.rules.recipe import is_inplace
 from hp_dtensor.rules.reduction import finished_norm, norm_layouts, settled, summable_norm
 from hp_dtensor.rules.table import rule_named
 from hp_dtensor.transition import Transition
-from hp_platform.axis import MeshAxis
-from hp_platform.collectives import Origin, all_reduce
+from hp_platform.ledger import Origin
 
 _PREFIX = "_foreach_"
 
@@ -136,13 +136,12 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tenso
     """Gradient scaling: a value that is not finite on any rank of a mesh is found on all."""
     locals_ = [getattr(gradient, "_local", gradient) for gradient in gradients]
     torch._amp_foreach_non_finite_check_and_unscale_(locals_, found_inf, inverse_scale)
-    meshes = {}
-    for gradient in gradients:
-        layout = getattr(gradient, "_layout", None)
-        if layout is not None:
-            meshes.setdefault(layout.mesh, layout)
+    meshes = {
+        gradient._layout.mesh: gradient for gradient in gradients if hasattr(gradient, "_layout")
+    }
     origin = Origin("hp_dtensor", "found_inf", "optimizer")
     for mesh in meshes:
-        for axis in range(mesh.ndim):
-            if mesh.size(axis) > 1:
-                all_reduce(found_inf, MeshAxis.of_mesh(mesh, axis), op="max", origin=origin).wait()
+        source = Layout(mesh, [Partial("max")] * mesh.ndim, found_inf.shape)
+        target = source.with_placements([Replicate()] * mesh.ndim)
+        whole = Transition.compile(source, target).run_forward(found_inf, origin=origin)
+        found_inf.copy_(whole)

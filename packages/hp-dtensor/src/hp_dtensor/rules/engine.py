@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hp_dtensor.layout import Layout
@@ -127,8 +127,8 @@ def parse(text: str, *, linear: bool = True) -> Pattern:
 class Derivation:
     """What an operator needs and gives: layouts of every operand and of every output."""
 
-    operands: tuple[Layout, ...] = field(converter=tuple)
-    outputs: tuple[Layout, ...] = field(converter=tuple)
+    operands: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
 
 
 @frozen
@@ -260,7 +260,7 @@ class _Solver:
             )
             for i, dims in enumerate(self.outputs)
         ]
-        return Derivation(operands, outputs)
+        return Derivation(tuple(operands), tuple(outputs))
 
     def solve_axis(
         self, axis: int

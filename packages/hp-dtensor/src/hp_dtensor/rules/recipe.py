@@ -124,8 +124,7 @@ class Call:
                 f"{rule.parameters}. Remedy: name the arguments."
             )
         arguments.update(named)
-        first = args[0] if args else None
-        many = isinstance(first, tuple | list)
+        many = bool(args) and isinstance(args[0], tuple | list)
         inplace = is_inplace(operator) or kwargs.get("inplace") is True or "out" in kwargs
         targets: tuple[int, ...] = (0,)
         if "out" in kwargs:
@@ -134,7 +133,7 @@ class Call:
                 raise OperatorError(f"{operator}: out= must be one DTensor, found {type(out)}")
             targets = (out.index,)
         elif many:
-            targets = tuple(range(len(first)))
+            targets = tuple(range(len(args[0])))
         return cls(operator, tuple(operands), arguments, inplace, targets, many)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.rules import matrix, pointwise, reduction, shape
+from hp_dtensor.rules import matrix, neural, pointwise, reduction, shape
 from hp_dtensor.rules.recipe import Rule
 
-_FAMILIES = (pointwise, matrix, reduction, shape)
+_FAMILIES = (pointwise, matrix, reduction, shape, neural)
 _SPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.nn.init)
 
 
