@@ -1,0 +1,161 @@
+"""Gradient settlement at the end of a backward pass (paper section 4.4, fourth consequence).
+
+Where a replicated parameter meets sharded activations, each rank's gradient is a summand
+(gradient placement `Partial`). The sum over the mesh axis is taken once per backward pass, fused
+over all such parameters, when the pass has ended.
+
+Only what this pass adds may be summed: a gradient accumulated by earlier passes is a sum already.
+So the earlier gradient is set aside when the new one arrives, and the new one is added to it once
+it is settled.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, Placement, Replicate
+from hp_dtensor.settlement import settle_gradients
+from hp_platform import Origin
+
+__all__ = ["EndOfBackward", "SettledGradient", "queue_at_end_of_backward", "settled_placements"]
+
+
+def queue_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Runs `callback` when the backward pass that is running now has ended.
+
+    Uses the engine's private `queue_callback`: PyTorch has no public way to learn that a backward
+    pass has ended, and its own FSDP and DDP use this one. `test_end_of_backward` fails if its
+    meaning changes.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def settled_placements(layout: Layout) -> tuple[Placement, ...]:
+    """Where the gradient of a parameter laid out like this is after settlement."""
+    return tuple(Replicate() if isinstance(g, Partial) else g for g in layout.grad_placements)
+
+
+@frozen(eq=False)
+class SettledGradient:
+    """A leaf whose gradient is a summand on each rank.
+
+    Attributes:
+        leaf: the plain local tensor that autograd accumulates into.
+        layout: its layout; `Partial` gradient placements are what is settled.
+        name: qualified parameter name, for errors.
+        settled: called after settlement, to tell a wrapper that the gradient is whole.
+    """
+
+    leaf: Tensor
+    layout: Layout
+    name: str
+    settled: Callable[[], None] | None = None
+
+
+class _Pass:
+    """One backward pass that has reached a parameter. The engine holds the only strong reference
+    to its `end`, so a pass that fails is recognised by its death."""
+
+    def __init__(self, owner: EndOfBackward) -> None:
+        self.owner = owner
+
+    def end(self) -> None:
+        self.owner._settle()
+
+
+@define(eq=False)
+class EndOfBackward:
+    """Settles the gradients of one module's parameters, once per backward pass.
+
+    Passes that run inside another one (reentrant checkpointing) belong to the outer pass when
+    that has already reached a parameter, and are passes of their own otherwise.
+
+    Gradients obtained with `torch.autograd.grad` are not accumulated into leaves and stay this
+    rank's summands.
+    """
+
+    gradients: Sequence[SettledGradient]
+    _earlier: dict[int, Tensor | None] = field(factory=dict, init=False)
+    _running: Callable[[], _Pass | None] = field(default=lambda: None, init=False)
+
+    def install(self) -> None:
+        """Hooks every leaf, frozen ones too, so that unfreezing one later is not missed."""
+        for index, gradient in enumerate(self.gradients):
+            leaf, required = gradient.leaf, gradient.leaf.requires_grad
+            if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
+                continue
+            leaf.requires_grad_(True)
+            leaf.register_hook(_Arrival(self, index))
+            leaf.requires_grad_(required)
+
+    def _arrive(self, index: int, gradient: Tensor) -> None:
+        """Runs before the engine accumulates `gradient` into the leaf."""
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"parameter {self.gradients[index].name!r}: create_graph=True asks for a gradient "
+                "that can be differentiated again, but its sum over the mesh axis is taken after "
+                "the pass, outside the graph; use check_gradients or full tensors for that"
+            )
+        if self._running() is None:
+            self._begin()
+        if index not in self._earlier:
+            leaf = self.gradients[index].leaf
+            self._earlier[index] = leaf.grad
+            leaf.grad = None
+
+    def _begin(self) -> None:
+        self._drop_failed_pass()
+        now = _Pass(self)
+        self._running = weakref.ref(now)
+        queue_at_end_of_backward(now.end)
+
+    def _drop_failed_pass(self) -> None:
+        """A pass that raised has left parts of a gradient behind: the earlier ones return."""
+        for index, earlier in self._earlier.items():
+            self.gradients[index].leaf.grad = earlier
+        self._earlier.clear()
+
+    def _settle(self) -> None:
+        earlier, self._earlier = self._earlier, {}
+        self._running = lambda: None
+        # In the order of the module on every rank, whatever order the engine used.
+        reached = [(self.gradients[index], earlier[index]) for index in sorted(earlier)]
+        new = [(each, old) for each, old in reached if each.leaf.grad is not None]
+        for each, old in reached:
+            if each.leaf.grad is None:  # torch.autograd.grad: nothing was accumulated
+                each.leaf.grad = old
+        with torch.no_grad():
+            fresh = [_own(each.leaf) for each, _ in new]
+            origin = Origin("hp_dtensor", "gradient settlement", "backward")
+            settle_gradients(fresh, [each.layout for each, _ in new], origin=origin)
+            for (each, old), gradient in zip(new, fresh):
+                each.leaf.grad = gradient if old is None else old.add_(gradient)
+                if each.settled is not None:
+                    each.settled()
+
+    def __deepcopy__(self, memo: object) -> EndOfBackward:
+        return self
+
+
+def _own(leaf: Tensor) -> Tensor:
+    """The leaf's new gradient as memory that may be written: an expanded one is copied."""
+    gradient = leaf.grad
+    assert gradient is not None
+    return gradient.contiguous()
+
+
+@frozen(eq=False)
+class _Arrival:
+    """The hook on one leaf."""
+
+    owner: EndOfBackward
+    index: int
+
+    def __call__(self, gradient: Tensor) -> None:
+        self.owner._arrive(self.index, gradient)

@@ -1,0 +1,224 @@
+"""Production mode: plain local parameters, and boundary collectives replayed by module hooks.
+
+After `apply` no wrapper exists (DESIGN D7). A boundary whose contracts agree costs nothing; at the
+others a hook looks up the transition compiled for the tensor's shape and replays it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hp_dtensor.contracts import (
+    Argument,
+    ContractError,
+    Crossing,
+    ModelAxes,
+    has_tensor,
+    layout_under,
+    map_tensors,
+    read_output,
+    write_output,
+)
+from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient
+from hp_dtensor.layout import Layout, attach_layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import Partial
+from hp_dtensor.plan import BoundarySpec, ShardingPlan
+from hp_dtensor.plan_checks import read_attribute
+from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
+from hp_platform import Origin
+
+__all__ = [
+    "apply_production",
+    "crossings",
+    "install_boundary",
+    "install_vocabulary",
+    "local_part",
+    "localize",
+    "needs_settlement",
+]
+
+
+def apply_production(
+    module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh, axes: ModelAxes
+) -> None:
+    """Cuts the parameters in place, localises attributes and installs the boundary hooks."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    settled = []
+    for spec in plan.parameters:
+        parameter = parameters[spec.name]
+        layout = layout_under(spec.contract, mesh, spec.shape)
+        cut_parameter(
+            parameter, layout, layout_under(spec.contract, axes.abstract, spec.shape), axes
+        )
+        if needs_settlement(layout):
+            settled.append(SettledGradient(parameter, layout, spec.name))
+    for boundary in plan.boundaries:
+        target = module.get_submodule(boundary.module)
+        localize(target, boundary, axes)
+        install_boundary(target, boundary, plan, axes)
+    EndOfBackward(settled).install()
+
+
+def cut_parameter(
+    parameter: nn.Parameter, layout: Layout, on_model_axes: Layout, axes: ModelAxes
+) -> None:
+    """Leaves this rank's part in the parameter.
+
+    The object stays the same one, so ties, and optimizers that hold it, stay valid.
+    """
+    parameter.data = local_part(parameter.detach(), on_model_axes, axes.coordinate)
+    attach_layout(parameter, layout)
+
+
+def local_part(full: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
+    """The part of a full tensor that `coordinate` holds; meta stays meta.
+
+    A part has memory of its own, so that the full tensor's is freed.
+    """
+    if full.is_meta:
+        return full.new_empty(layout.local_shape(coordinate))
+    if layout.flat_dims > 1:
+        indices = layout.owned_indices(coordinate).to(full.device)
+        return full.reshape(-1)[indices].reshape(layout.local_shape(coordinate))
+    part = full
+    for dim in sorted({dim for dims in layout.sharding_axes().values() for dim in dims}):
+        indices = layout.dim_indices(dim, coordinate).to(full.device)
+        part = part.index_select(dim, indices)
+    return part
+
+
+def needs_settlement(layout: Layout) -> bool:
+    """Whether the gradient is a summand on ranks of an axis that has more than one."""
+    sizes = layout.abstract_mesh.sizes
+    return any(
+        isinstance(grad, Partial) and size > 1 for grad, size in zip(layout.grad_placements, sizes)
+    )
+
+
+def localize(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None:
+    """Divides the attributes that hold global sizes."""
+    for attribute in boundary.localize:
+        holder, last = read_attribute(module, attribute.name)
+        setattr(holder, last, attribute.value // axes.abstract.size(attribute.axis))
+
+
+def install_boundary(
+    module: nn.Module, boundary: BoundarySpec, plan: ShardingPlan, axes: ModelAxes
+) -> None:
+    """Registers the hooks of one boundary: entry, vocabulary range, exit, in this order."""
+    name = boundary.module or "(root)"
+    entering = [
+        (Argument.of(module, each.spec.where), each)
+        for each in crossings(boundary, "input", axes)
+        if not axes.same(each.source, each.target)
+    ]
+    if entering:
+        entry = Entry(name, [(argument, each) for argument, each in entering if argument])
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+    install_vocabulary(module, boundary, plan, axes)
+    leaving = [
+        each
+        for each in crossings(boundary, "output", axes)
+        if not axes.same(each.source, each.target)
+    ]
+    if leaving:
+        module.register_forward_hook(Exit(name, leaving))
+
+
+def crossings(boundary: BoundarySpec, direction: str, axes: ModelAxes) -> Iterator[Crossing]:
+    """The boundary's inputs (outside to inside) or outputs (inside to outside), in plan order."""
+    inward = direction == "input"
+    for spec in boundary.inputs if inward else boundary.outputs:
+        source, target = (spec.outside, spec.inside) if inward else (spec.inside, spec.outside)
+        name = f"boundary {boundary.module or '(root)'}, {direction} {spec.where!r}"
+        yield Crossing(name, spec, source, target, axes.mesh)
+
+
+def install_vocabulary(
+    module: nn.Module, boundary: BoundarySpec, plan: ShardingPlan, axes: ModelAxes
+) -> None:
+    """Hooks that make an embedding with sharded rows look up global ids."""
+    if not isinstance(module, nn.Embedding):
+        return
+    weight = f"{boundary.module}.weight".removeprefix(".")
+    names = {weight, *(name for group in plan.tied if weight in group for name in group)}
+    for spec in plan.parameters:
+        if spec.name in names:
+            layout = layout_under(spec.contract, axes.abstract, spec.shape)
+            if is_vocabulary_sharded(module, layout):
+                own = shard_vocabulary(module, layout, axes.coordinate)
+                module.register_forward_pre_hook(own.enter, with_kwargs=True)
+                module.register_forward_hook(own.leave, with_kwargs=True)
+
+
+class _Replay:
+    """Runs transitions on plain local tensors."""
+
+    def __init__(self, name: str) -> None:
+        self.origin = Origin("hp_dtensor", name, "forward")
+
+    def __deepcopy__(self, memo: object) -> Any:
+        # A copy of the module communicates over the same groups.
+        return self
+
+    def _cross(self, crossing: Crossing, value: Any) -> Any:
+        if value is None:
+            if crossing.spec.optional:
+                return None
+            raise ContractError(
+                f"{crossing.name} is missing, and the plan does not call it optional"
+            )
+        if isinstance(value, Tensor):
+            return self._one(crossing, value)
+        if not has_tensor(value):
+            raise ContractError(f"{crossing.name}: expected a tensor, found {type(value).__name__}")
+        return map_tensors(lambda tensor: self._one(crossing, tensor), value)
+
+    def _one(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        transition = crossing.from_local_shape(tensor.shape)
+        return transition.apply(tensor, origin=self.origin)
+
+
+class Entry(_Replay):
+    """Forward pre-hook: declared inputs, outside to inside."""
+
+    def __init__(self, name: str, inputs: Sequence[tuple[Argument, Crossing]]) -> None:
+        super().__init__(name)
+        self.inputs = tuple(inputs)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for argument, crossing in self.inputs:
+            value = argument.read(args, kwargs)
+            inside = self._cross(crossing, value)
+            if inside is not value:
+                args, kwargs = argument.write(args, kwargs, inside)
+        return args, kwargs
+
+
+class Exit(_Replay):
+    """Forward hook: declared outputs, inside to outside."""
+
+    def __init__(self, name: str, outputs: Sequence[Crossing]) -> None:
+        super().__init__(name)
+        self.outputs = tuple(outputs)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        for crossing in self.outputs:
+            where = crossing.spec.where
+            try:
+                value = read_output(output, where)
+            except LookupError as error:
+                raise ContractError(
+                    f"{crossing.name}: the module returned no such output ({error.args[0]})"
+                ) from None
+            outside = self._cross(crossing, value)
+            if outside is not value:
+                output = write_output(output, where, outside)
+        return output

@@ -1,0 +1,363 @@
+"""Validate mode: tensors carry their layouts, and every boundary checks them (DESIGN D5, D8).
+
+Parameters become `DTensor`s on the model axes. At each boundary the declared inputs must arrive as
+the contract says, and as the neighbour that made them declared; the transition is the one that
+production replays. An operator that would have to communicate by itself is an error: production
+would not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hp_dtensor.contracts import (
+    Argument,
+    ContractError,
+    Crossing,
+    ModelAxes,
+    describe_contract,
+    describe_layout,
+    global_shape,
+    has_tensor,
+    layout_under,
+    map_tensors,
+    read_output,
+    write_output,
+)
+from hp_dtensor.dispatch import implicit
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
+from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.plan import BoundarySpec, Contract, RegionKind, ShardingPlan
+from hp_dtensor.production import (
+    crossings,
+    cut_parameter,
+    install_boundary,
+    install_vocabulary,
+    local_part,
+    localize,
+    needs_settlement,
+)
+from hp_platform import Origin
+
+__all__ = ["apply_validate", "opaque_regions"]
+
+_PRODUCER = "_hp_producer"
+"""Attribute of a DTensor that a boundary has handed out: the boundary's name, and the contract."""
+
+
+def apply_validate(module: nn.Module, plan: ShardingPlan, axes: ModelAxes) -> None:
+    """Wraps the parameters in place and installs checking boundaries."""
+    opaque = opaque_regions(plan)
+    settled = _wrap_parameters(module, plan, axes, opaque)
+    _trace_places(module, plan)
+    for boundary in plan.boundaries:
+        target = module.get_submodule(boundary.module)
+        if _inside(boundary.module, opaque - {boundary.module}):
+            localize(target, boundary, axes)
+            install_boundary(target, boundary, plan, axes)
+        else:
+            _install(target, boundary, plan, axes, boundary.module in opaque)
+    EndOfBackward(settled).install()
+
+
+def opaque_regions(plan: ShardingPlan) -> frozenset[str]:
+    """Names of the modules whose inside runs on plain local tensors."""
+    return frozenset(
+        spec.module
+        for spec in plan.boundaries
+        if spec.region is not None and spec.region.kind is RegionKind.OPAQUE
+    )
+
+
+def _inside(name: str, regions: frozenset[str]) -> bool:
+    return any(not r or name == r or name.startswith(f"{r}.") for r in regions)
+
+
+def _wrap_parameters(
+    module: nn.Module,
+    plan: ShardingPlan,
+    axes: ModelAxes,
+    opaque: frozenset[str],
+) -> list[SettledGradient]:
+    """Parameters outside opaque regions become DTensors; those inside stay plain and local."""
+    named = dict(module.named_parameters(remove_duplicate=False))
+    planned = {spec.name: spec for spec in plan.parameters}
+    settled = []
+    replaced: dict[int, nn.Parameter] = {}
+    for name, parameter in named.items():
+        if id(parameter) in replaced:
+            continue
+        spec = planned.get(name)
+        contract = spec.contract if spec is not None else Contract()
+        shape = tuple(parameter.shape)
+        layout = layout_under(contract, axes.mesh, shape)
+        abstract = layout_under(contract, axes.abstract, shape)
+        if _inside(name, opaque):
+            cut_parameter(parameter, layout, abstract, axes)
+            replaced[id(parameter)] = parameter
+            leaf: Tensor = parameter
+            told = None
+        else:
+            local = local_part(parameter.detach(), abstract, axes.coordinate)
+            made = nn.Parameter(DTensor.of_layout(local, layout), parameter.requires_grad)
+            replaced[id(parameter)] = made
+            leaf = made.to_local()  # type: ignore[attr-defined]
+            told = functools.partial(_mark_settled, made, layout)
+        if needs_settlement(layout):
+            settled.append(SettledGradient(leaf, layout, name, told))
+    for owner in module.modules():
+        for leaf_name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                owner._parameters[leaf_name] = replaced[id(parameter)]
+    return settled
+
+
+def _mark_settled(parameter: Any, layout: Layout) -> None:
+    """The gradient is the sum now, and says so."""
+    whole = layout.with_placements(settled_placements(layout))
+    parameter.grad = DTensor.of_layout(parameter.to_local().grad, whole)
+
+
+def _trace_places(module: nn.Module, plan: ShardingPlan) -> None:
+    """Errors inside a module's forward name the module; operators may not communicate."""
+    for name, child in module.named_modules():
+        child.forward = _placed(child.forward, name, root=child is module)
+
+
+def _placed(forward: Callable[..., Any], name: str, root: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if not root:
+                return forward(*args, **kwargs)
+            with implicit(reductions=False, adjoints=False):
+                return forward(*args, **kwargs)
+        except Exception as error:
+            if not getattr(error, "_hp_placed", False):
+                error.add_note(f"in module {name or '(root)'}")
+                error._hp_placed = True  # type: ignore[attr-defined]
+            raise
+
+    return call
+
+
+def _install(
+    module: nn.Module,
+    boundary: BoundarySpec,
+    plan: ShardingPlan,
+    axes: ModelAxes,
+    opaque: bool,
+) -> None:
+    name = boundary.module or "(root)"
+    inputs = [
+        (argument, crossing)
+        for crossing in crossings(boundary, "input", axes)
+        if (argument := Argument.of(module, crossing.spec.where)) is not None
+    ]
+    module.register_forward_pre_hook(CheckedEntry(name, inputs, axes, opaque), with_kwargs=True)
+    if opaque:
+        localize(module, boundary, axes)
+        install_vocabulary(module, boundary, plan, axes)
+    outputs = list(crossings(boundary, "output", axes))
+    module.register_forward_hook(CheckedExit(name, outputs, axes, opaque))
+
+
+class _Check:
+    """Compares a tensor with a contract, and moves it along a crossing."""
+
+    def __init__(
+        self,
+        name: str,
+        axes: ModelAxes,
+        opaque: bool,
+    ) -> None:
+        self.name, self.mesh, self.opaque = name, axes.mesh, opaque
+        self.origin = Origin("hp_dtensor", name, "forward")
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+    def _present(self, crossing: Crossing, value: Any) -> bool:
+        if has_tensor(value):
+            return True
+        if value is None and crossing.spec.optional:
+            return False
+        found = "missing" if value is None else f"a {type(value).__name__}"
+        raise ContractError(
+            f"{crossing.name}: expected {self._declared(crossing)}, found {found}; declare it "
+            "optional in the plan if the module may leave it out"
+        )
+
+    def _declared(self, crossing: Crossing) -> str:
+        return describe_contract(crossing.source, crossing.abstract)
+
+    def _wrapped(self, crossing: Crossing, tensor: Tensor) -> DTensor:
+        """A plain tensor taken as the declared source layout."""
+        shape = global_shape(crossing.source, crossing.abstract, tuple(tensor.shape))
+        return DTensor.of_layout(tensor, layout_under(crossing.source, self.mesh, shape))
+
+    def _check(self, crossing: Crossing, tensor: DTensor) -> None:
+        if tensor.layout.mesh != self.mesh:
+            raise ContractError(
+                f"{crossing.name}: the tensor is on mesh {tensor.layout.abstract_mesh}, the plan's "
+                f"model axes are {AbstractMesh.of(self.mesh)}"
+            )
+        expected = layout_under(crossing.source, self.mesh, tensor.layout.shape)
+        found = tensor.layout
+        same = found.placements == expected.placements and (
+            not tensor.requires_grad or found.grad_placements == expected.grad_placements
+        )
+        if not same:
+            raise ContractError(
+                f"{crossing.name}: expected {describe_layout(expected)}, found "
+                f"{describe_layout(found)} for a tensor of global shape {found.shape}"
+                f"{self._made_by(tensor)}; correct one of the contracts in the plan"
+            )
+
+    def _made_by(self, tensor: DTensor) -> str:
+        producer = getattr(tensor, _PRODUCER, None)
+        if producer is None:
+            return ", made by operators since the last boundary"
+        name, contract, mesh = producer
+        return f", made by {name}, which declares {describe_contract(contract, mesh)} outside"
+
+    def _move(self, crossing: Crossing, tensor: DTensor) -> DTensor:
+        transition = crossing.from_global_shape(tensor.layout.shape)
+        target = layout_under(crossing.target, self.mesh, tensor.layout.shape)
+        local = transition.apply(tensor.to_local(), origin=self.origin)
+        return DTensor.of_layout(local, target)
+
+    def _lost(self, crossing: Crossing, tensor: Tensor, remedy: str) -> ContractError:
+        return ContractError(
+            f"{crossing.name}: a plain tensor of shape {tuple(tensor.shape)} arrived where "
+            f"{self._declared(crossing)} is declared: it lost its layout (to_local, full_tensor, "
+            f"numpy, .data or code outside torch functions); {remedy}"
+        )
+
+
+class CheckedEntry(_Check):
+    """Forward pre-hook: inputs must be `outside`, and become `inside`."""
+
+    def __init__(
+        self,
+        name: str,
+        inputs: Sequence[tuple[Argument, Crossing]],
+        axes: ModelAxes,
+        opaque: bool,
+    ) -> None:
+        super().__init__(name, axes, opaque)
+        self.inputs = tuple(inputs)
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        for argument, crossing in self.inputs:
+            value = argument.read(args, kwargs)
+            if self._present(crossing, value):
+                inside = map_tensors(functools.partial(self._enter, crossing), value)
+                args, kwargs = argument.write(args, kwargs, inside)
+        if self.opaque:
+            self._refuse_undeclared(args, kwargs)
+        return args, kwargs
+
+    def _enter(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            self._check(crossing, tensor)
+        elif crossing.spec.plain:
+            tensor = self._wrapped(crossing, tensor)
+        else:
+            raise self._lost(
+                crossing, tensor, "keep it a DTensor, or declare it plain if it has no layout"
+            )
+        moved = self._move(crossing, tensor)
+        return moved.to_local() if self.opaque else moved
+
+    def _refuse_undeclared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, value in (*enumerate(args), *kwargs.items()):
+            if _has_dtensor(value):
+                raise ContractError(
+                    f"boundary {self.name}: argument {position!r} of the opaque region is a "
+                    "DTensor that no contract declares; declare it in the plan"
+                )
+
+
+class CheckedExit(_Check):
+    """Forward hook: outputs must be `inside`, and become `outside`."""
+
+    def __init__(
+        self,
+        name: str,
+        outputs: Sequence[Crossing],
+        axes: ModelAxes,
+        opaque: bool,
+    ) -> None:
+        super().__init__(name, axes, opaque)
+        self.outputs = tuple(outputs)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        declared = {crossing.spec.where for crossing in self.outputs}
+        if self.opaque:
+            self._refuse_undeclared(output, declared)
+        for crossing in self.outputs:
+            try:
+                value = read_output(output, crossing.spec.where)
+            except LookupError as error:
+                raise ContractError(
+                    f"{crossing.name}: the module returned no such output ({error.args[0]})"
+                ) from None
+            if self._present(crossing, value):
+                outside = map_tensors(functools.partial(self._leave, crossing), value)
+                output = write_output(output, crossing.spec.where, outside)
+        return output
+
+    def _leave(self, crossing: Crossing, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DTensor):
+            if self.opaque:
+                raise ContractError(
+                    f"{crossing.name}: an opaque region returned a DTensor; inside it everything "
+                    "is plain and local"
+                )
+            self._check(crossing, tensor)
+        elif self.opaque or crossing.spec.plain:
+            tensor = self._wrapped(crossing, tensor)
+        else:
+            raise self._lost(
+                crossing, tensor, "keep it a DTensor, or declare the module an opaque region"
+            )
+        moved = self._move(crossing, tensor)
+        if crossing.spec.plain:
+            return moved.to_local()
+        setattr(moved, _PRODUCER, (f"boundary {self.name}", crossing.target, crossing.abstract))
+        return moved
+
+    def _refuse_undeclared(self, output: Any, declared: set[str]) -> None:
+        if "" in declared:
+            return
+        parts = output.items() if isinstance(output, Mapping) else enumerate(_as_tuple(output))
+        for where, value in parts:
+            if str(where) not in declared and has_tensor(value):
+                raise ContractError(
+                    f"boundary {self.name}: output {str(where)!r} of the opaque region is declared "
+                    "by no contract; declare it in the plan"
+                )
+
+
+def _as_tuple(output: Any) -> tuple[Any, ...]:
+    return tuple(output) if isinstance(output, tuple | list) else (output,)
+
+
+def _has_dtensor(value: Any) -> bool:
+    found = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(isinstance(tensor, DTensor))
+        return tensor
+
+    map_tensors(look, value)
+    return any(found)
