@@ -195,9 +195,9 @@ def check_coverage(facts: Facts) -> Iterator[Violation]:
             "coverage",
             name,
             f"a role with a template for this {kind} of shape {list(node.shape)}",
-            members[name].reason if name in members else "none",
-            f"override {_glob(name)!r} with its placements, such as {{{TENSOR_AXIS}: R, grad: "
-            f"{{{TENSOR_AXIS}: P}}}}, or the block around it with none",
+            _no_entry(members[name]),
+            f"override {_glob(name)!r} with its placement, such as {{{TENSOR_AXIS}: R grad P}}, "
+            "or the block around it with none",
         )
     for spec in facts.plan.parameters:
         if spec.name not in nodes:
@@ -214,6 +214,12 @@ def check_coverage(facts: Facts) -> Iterator[Violation]:
     for name, count in counts.items():
         if count > 1:
             yield Violation("one boundary", name, "one entry", f"{count}", "remove the others")
+
+
+def _no_entry(member: RoleAssignment) -> str:
+    if member.role in NO_TEMPLATE:
+        return member.reason
+    return f"no entry in the plan for this {member.label}"
 
 
 def _glob(name: str) -> str:

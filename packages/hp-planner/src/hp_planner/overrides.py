@@ -5,7 +5,7 @@ parameter, or a glob (`*` crosses dots). Values:
 
 - `auto`: as derived;
 - `none`: leave whole on every rank (for a block, hidden states are gathered around it);
-- `{tp: S(0)}`, `{tp: R, grad: {tp: P}}`: placements of a parameter and of its gradient;
+- `{tp: S(0)}`, `{tp: R grad P}`: placement of a parameter, and of its gradient where it differs;
 - `{when: {axis: tp, min: 2, boundary: moe, config: {model_type: qwen3_moe}}, use: none}`, or with
   placements in place of `use`: only where every condition holds.
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import difflib
 import enum
-import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,8 +26,9 @@ from typing import Any
 import yaml
 from attrs import evolve, frozen
 
-from hp_dtensor.placements import Partial, Placement, Replicate, SectionedShard, Shard
+from hp_dtensor.placements import Placement, sharded_dims
 from hp_dtensor.plan import REPLICATED, BoundaryKind, Contract, ParameterSpec, ShardingPlan
+from hp_dtensor.plan_yaml import parse_placement
 from hp_planner.boundaries import Boundary
 from hp_planner.errors import PlanError
 from hp_planner.folding import fold
@@ -133,39 +133,31 @@ def _read_value(key: str, value: Any) -> Value:
             f"override {key!r}: expected auto, none, placements such as {{tp: S(0)}}, or a "
             f"mapping with `when`; found {value!r}"
         )
-    grad = value.get("grad", {})
-    if not isinstance(grad, Mapping):
-        raise PlanError(f"override {key!r}: grad takes placements by axis, found {grad!r}")
-    placements = {axis: text for axis, text in value.items() if axis != "grad"}
-    try:
-        return Contract(_placements(key, placements), _placements(key, grad))
-    except ValueError as error:
-        raise PlanError(f"override {key!r}: {error}") from error
-
-
-def _placements(key: str, texts: Mapping[str, Any]) -> dict[str, Placement]:
-    for axis in texts:
+    placements: dict[str, Placement] = {}
+    gradients: dict[str, Placement] = {}
+    for axis, text in value.items():
         if axis not in MODEL_AXES:
             raise PlanError(
                 f"override {key!r}: {axis!r} is not a model axis; placements are given for "
                 f"{', '.join(MODEL_AXES)} (data axes belong to fully_shard)"
             )
-    return {axis: _placement(key, str(text)) for axis, text in texts.items()}
+        placement, _, gradient = str(text).partition(" grad ")
+        placements[axis] = _placement(key, placement)
+        if gradient:
+            gradients[axis] = _placement(key, gradient)
+    try:
+        return Contract(placements, gradients)
+    except ValueError as error:
+        raise PlanError(f"override {key!r}: {error}") from error
 
 
 def _placement(key: str, text: str) -> Placement:
-    compact = text.replace(" ", "")
-    if compact == "R":
-        return Replicate()
-    if compact in ("P", "P(sum)"):
-        return Partial()
-    if found := re.fullmatch(r"S\((\d+)\)", compact):
-        return Shard(int(found[1]))
-    if found := re.fullmatch(r"Sectioned\((\d+),\[?(\d+(?:,\d+)*)\]?\)", compact):
-        return SectionedShard(int(found[1]), [int(size) for size in found[2].split(",")])
-    raise PlanError(
-        f"override {key!r}: placement {text!r} is none of R, P, S(dim), Sectioned(dim, sizes...)"
-    )
+    """`R`, `P`, `S(0)`, `Sec(0,[4,2,2])`: as in a plan's YAML, where `P` is short for `P(sum)`."""
+    short = text.strip()
+    try:
+        return parse_placement("P(sum)" if short == "P" else short)
+    except ValueError as error:
+        raise PlanError(f"override {key!r}: {error}") from error
 
 
 def _read_condition(key: str, when: Any) -> Condition:
@@ -377,15 +369,15 @@ def _bad_parameter(targets: Targets, name: str, override: Override) -> str:
     if isinstance(override.value, Contract):
         if name in targets.graph.aliases:
             return f"it is tied to {targets.graph.aliases[name]}; override that name"
-        dims = [p.dim for _, p in override.value.placements if isinstance(p, Shard)]
+        dims = [dim for _, p in override.value.placements for dim in sharded_dims(p)]
         if any(dim >= len(member.parameter.shape) for dim in dims):
             return f"its shape is {list(member.parameter.shape)}, it has no such dim"
         return ""
     if member.role in NO_TEMPLATE:
         return (
-            "what a whole copy's gradient is cannot be known here; say it, as in "
-            "{tp: R, grad: {tp: P}} (each rank holds a summand) or {tp: R, grad: {tp: R}}, or use "
-            "none on the module around it"
+            "what a whole copy's gradient is cannot be known here; say it: {tp: R grad P} if each "
+            "rank holds a summand, {tp: R} if each computes all of it; or use none on the module "
+            "around it"
         )
     return ""
 

@@ -384,7 +384,7 @@ def _assign(graph: ModuleGraph, module: ModuleNode, parameter: ParameterNode) ->
         if not objection:
             boundary = ".".join(parameter.name.split(".")[: -rule.depth])
             return RoleAssignment(parameter, rule.role, boundary, rule.because)
-        objections.append(f"it is named like a {rule.role.value}, but {objection}")
+        objections.append(f"it is named like {rule.role.value}, but {objection}")
     role, reason = _why_not(parameter, objections)
     return RoleAssignment(parameter, role, module.name, reason)
 
