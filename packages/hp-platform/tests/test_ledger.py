@@ -133,9 +133,9 @@ def test_alignment_means_address_and_length():
     buffer = torch.empty(1024)
     start = -buffer.data_ptr() % 512 // 4
     with ledger() as log:
-        send(tensor=buffer[start : start + 128])
-        send(tensor=buffer[start + 1 : start + 129])
-        send(tensor=buffer[start : start + 127])
+        send(tensor=buffer[start : start + 128]).wait()
+        send(tensor=buffer[start + 1 : start + 129]).wait()
+        send(tensor=buffer[start : start + 127]).wait()
     assert [record.aligned for record in log.records] == [True, False, False]
 
 
@@ -145,8 +145,8 @@ def test_the_summary_adds_up_by_tier_axis_and_operation():
     )
     with ledger() as log:
         for _ in range(3):
-            send()
-        send("all_gather", axis=fast, tensor=torch.ones(100))
+            send().wait()
+        send("all_gather", axis=fast, tensor=torch.ones(100)).wait()
     summary = log.summary()
     assert (summary.count, summary.bytes) == (4, 3 * 16 + 400)
     line = summary[Tier.SLOW, "dp", "all_reduce"]
@@ -159,19 +159,21 @@ def test_the_summary_adds_up_by_tier_axis_and_operation():
 def test_the_table_has_a_line_for_every_record():
     with ledger() as log:
         send().wait()
-        send("all_gather")
+        unfinished = send("all_gather")
     header, _, first, second = log.table().splitlines()
     assert header.split()[:4] == ["#", "operation", "axis", "tier"]
     assert "hp_fsdp layers.3 backward" in first
     assert second.split()[-1] == "-"
+    unfinished.wait()
 
 
 def test_events_between_two_marks_can_be_asked_for():
     with ledger() as log:
         send().wait()
         log.mark("backward begins")
-        send()
+        handle = send()
         log.mark("backward ends")
+        handle.wait()
     assert log.between("backward begins", "backward ends") == [Event("issue", 1)]
     with pytest.raises(KeyError, match="backward ends"):
         log.between("backward ends", "backward begins")
@@ -181,7 +183,7 @@ def test_the_trace_is_what_chrome_reads(tmp_path):
     with ledger() as log:
         send().wait()
         log.mark("backward begins")
-        send()
+        unfinished = send()
     log.to_chrome_trace(tmp_path / "trace.json")
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert set(trace) == {"traceEvents", "displayTimeUnit"}
@@ -196,6 +198,7 @@ def test_the_trace_is_what_chrome_reads(tmp_path):
     waits = [event for event in events if event["ph"] == "X"]
     assert [(event["name"], event["dur"] >= 0) for event in waits] == [("wait all_reduce", True)]
     assert [event["name"] for event in events if event["ph"] == "i"] == ["backward begins"]
+    unfinished.wait()
 
 
 @pytest.mark.ranks

@@ -82,28 +82,22 @@ def test_ranks_of_one_machine_share_a_host():
 def test_the_exchange_takes_every_ranks_own_word():
     def body(rank):
         os.environ[HOST_VARIABLE] = "ab"[rank % 2]
-        axis = MeshAxis.of_group(dist.new_group([0, 2]), "even") if rank != 1 else None
-        return Topology.discover().hosts, axis and axis.tier, MeshAxis.of_group().tier
+        group = dist.new_group([0, 2])
+        tier = None if rank == 1 else MeshAxis.of_group(group, "even").tier
+        return Topology.discover().hosts, tier, MeshAxis.of_group().tier
 
     hosts = ("a", "b", "a")
-    assert run_ranks(lambda rank: body_with_groups(rank, body), 3) == [
+    assert run_ranks(body, 3) == [
         (hosts, Tier.FAST, Tier.SLOW),
         (hosts, None, Tier.SLOW),
         (hosts, Tier.FAST, Tier.SLOW),
     ]
 
 
-def body_with_groups(rank, body):
-    """All ranks must make a group together, its members or not."""
-    if rank == 1:
-        dist.new_group([0, 2])
-    return body(rank)
-
-
 @pytest.mark.ranks
 def test_two_agents_on_one_machine_stand_for_two_hosts():
     def body(rank):
-        os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2))
+        os.environ.update(LOCAL_RANK=str(rank % 2), GROUP_RANK=str(rank // 2), LOCAL_WORLD_SIZE="2")
         return Topology.discover()
 
     topology = run_ranks(body, 4)[0]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hp_platform.errors import TopologyError
+from hp_platform.errors import PeerError, TopologyError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -145,18 +145,26 @@ def exchange_hosts(
 ) -> dict[int, str]:
     """The host of each of `ranks`; each of them must make this call, others need not.
 
+    Nothing is exchanged where the launcher says that all ranks are on this host.
+
     A rank publishes the same value whenever it is asked, so any number of calls, by any
     subsets of ranks, may use the same store.
     """
     wanted = list(ranks)
-    if store is None and (not dist.is_initialized() or dist.get_backend() == "fake"):
+    if store is None and _is_one_host(world_size):
         name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         return dict.fromkeys(wanted, name)
     chosen = dist.distributed_c10d._get_default_store() if store is None else store
     chosen.set(f"{_STORE_PREFIX}/{rank}", "\n".join(_identity()))
     published = {}
     for peer in wanted:
-        fields = chosen.get(f"{_STORE_PREFIX}/{peer}").decode().split("\n")
+        try:
+            fields = chosen.get(f"{_STORE_PREFIX}/{peer}").decode().split("\n")
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {rank}: lost its peers while waiting for rank {peer}'s host name; the "
+                f"store says: {error}"
+            ) from error
         if len(fields) != 4:
             raise TopologyError(
                 f"rank {peer} published {fields!r} as its host, expected host name, boot id, "
@@ -164,6 +172,15 @@ def exchange_hosts(
             )
         published[peer] = (fields[0], fields[1], fields[2], fields[3])
     return _host_names(published)
+
+
+def _is_one_host(world_size: int) -> bool:
+    """Whether the answer is known without asking: no other rank, or none on another host."""
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return True
+    # A host that is named by the variable may be named differently for every rank.
+    launched_here = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
+    return launched_here and HOST_VARIABLE not in os.environ
 
 
 def _rank_and_world_size() -> tuple[int, int]:
