@@ -1,16 +1,22 @@
 """The sharded model computes what the dense one does, whatever it is made of."""
 
+import copy
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from hp_fsdp import fully_shard
+import hp_fsdp
+from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_fsdp.testing import (
     assert_same,
     assert_trains_like_dense,
     full_gradients,
+    full_parameters,
 )
 from hp_platform.testing import run_ranks
 
@@ -348,3 +354,346 @@ def test_gradients_equal_the_dense_ones_however_parameters_are_used(world):
                         raise
 
     run_ranks(body, world)
+
+
+# -- uneven shards, other dims, precision ---------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_dims_smaller_than_the_number_of_ranks_leave_some_without_rows():
+    def body(rank):
+        model = fully_shard(nn.Linear(4, 2), mesh=meshes(4)[0])
+        rows = [1, 1, 0, 0][rank]
+        assert model.weight.to_local().shape == (rows, 4)
+        assert model.bias.to_local().shape == (rows,)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.full((1, 4), rank + 1.0)).sum().backward()
+        assert model.weight.grad.to_local().shape == (rows, 4)
+        assert torch.equal(full_gradients(model)["weight"], torch.full((2, 4), 2.5))
+        before = full_parameters(model)
+        optimizer.step()
+        after = full_parameters(model)
+        assert all((before[name] != after[name]).all() for name in before)
+
+    run_ranks(body, 4)
+
+
+class Odd(nn.Module):
+    """Sizes that no number of ranks divides, one-row and many-dimensional parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.conv = nn.Conv1d(7, 3, 3, padding=1)
+        self.scale = nn.Parameter(torch.randn(1))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x):
+        x = self.first(x).t().unsqueeze(0)
+        return self.last(self.conv(x).squeeze(0).t() * self.scale)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_uneven_sizes_and_other_dims_train_like_the_dense_model(world):
+    def body(rank):
+        for mesh in meshes(world):
+            for placement in (None, lambda p: Shard(p.ndim - 1), lambda p: Shard(-1)):
+                assert_trains_like_dense(
+                    seeded(Odd),
+                    lambda m, mesh=mesh, p=placement: fully_shard(
+                        m, mesh=mesh, shard_placement_fn=p
+                    ),
+                    vector_batches(3, world, 5),
+                    rank,
+                    square_loss,
+                    OPTIMIZERS["adamw"],
+                    rtol=1e-4,
+                )
+
+    run_ranks(body, world)
+
+
+@pytest.mark.ranks
+def test_bf16_computation_with_fp32_reduction_keeps_fp32_master_weights():
+    def body(rank):
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+        )
+        x = data(rank, requires_grad=True)
+        for mesh in meshes(4):
+            seen = []
+            model = seeded(lambda: Stack(lambda: Block(8)))()
+            dense = [seeded(lambda: Stack(lambda: Block(8)))().bfloat16() for _ in range(4)]
+            model.layers[0].up.register_forward_hook(
+                lambda m, args, out, seen=seen: seen.extend([m.weight.dtype, args[0].dtype])
+            )
+            each_child_with(model, mesh, policy)
+            out = model(x)
+            assert seen == [torch.bfloat16, torch.bfloat16]
+            assert out.dtype == torch.float32
+            out.square().mean().backward()
+            # bf16 gradients of every rank, computed alone, summed in fp32.
+            for other, single in enumerate(dense):
+                single(data(other).bfloat16()).float().square().mean().backward()
+            names = dict(model.named_parameters())
+            for name, gradient in full_gradients(model).items():
+                assert names[name].dtype == gradient.dtype == torch.float32
+                each = [dict(single.named_parameters())[name].grad.float() for single in dense]
+                torch.testing.assert_close(
+                    gradient, torch.stack(each).mean(0), rtol=1e-6, atol=1e-7
+                )
+
+    run_ranks(body, 4)
+
+
+def each_child_with(model, mesh, policy):
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@pytest.mark.ranks
+def test_parameters_of_several_types_share_a_unit():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.low = nn.Linear(8, 8).bfloat16()
+            self.high = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.high(self.low(x.bfloat16()).float())
+
+    def body(rank):
+        mesh = meshes(4)[1]
+        model, dense = seeded(Mixed)(), seeded(Mixed)()
+        fully_shard(model, mesh=mesh)
+        for _ in range(2):
+            square_loss(model, data(0)).backward()
+            square_loss(dense, data(0)).backward()
+        assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+
+    run_ranks(body, 4)
+
+
+# -- modules ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_a_list_of_modules_is_one_unit_that_keeps_tied_weights_tied():
+    def body(rank):
+        def shard(model):
+            for block in model.blocks:
+                fully_shard(block, mesh=mesh)
+            fully_shard([model.embed, model.head], mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            assert model.embed.weight is model.head.weight
+            assert len(list(model.parameters())) == 1 + 3 * 5
+
+        mesh = meshes(4)[1]
+        for tied in (True,):
+            assert_trains_like_dense(
+                seeded(lambda tied=tied: Net(tied=tied, vocabulary=5)),
+                shard,
+                token_batches(2, 4, vocabulary=5),
+                rank,
+                token_loss,
+                OPTIMIZERS["sgd"],
+                atol=1e-5,
+            )
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_conditionally_used_units_and_two_models_at_once():
+    def body(rank):
+        mesh = meshes(2)[0]
+        models = [seeded(Switch)() for _ in range(2)]
+        dense = [seeded(Switch)() for _ in range(2)]
+        for model in models:
+            each_child(model, mesh)
+        for branches in ((0, 1), (1, 0), (1, 1)):
+            losses = [m(data(rank), b).square().mean() for m, b in zip(models, branches)]
+            for loss in losses:
+                loss.backward()
+            for single, branch in zip(dense, branches):
+                for other in range(2):
+                    (single(data(other), branch).square().mean() / 2).backward()
+            for model, single in zip(models, dense):
+                expected = {n: p.grad for n, p in single.named_parameters()}
+                assert_same(full_gradients(model), expected)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_an_optimizer_built_after_a_no_grad_forward_trains_the_shards():
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            return x * self.scale
+
+    def body(rank):
+        model = fully_shard(Scale(), mesh=meshes(2)[0])
+        with torch.no_grad():
+            model(torch.ones(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(8)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(full_parameters(model)["scale"], torch.full((8,), 0.9))
+        # The next forward uses the new values, although a no-grad one ran before the step.
+        torch.testing.assert_close(model(torch.ones(8)).detach(), torch.full((8,), 0.9))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_values_written_between_forwards_are_gathered_again():
+    def body(rank):
+        model = fully_shard(
+            nn.Linear(4, 2, bias=False), mesh=meshes(2)[0], reshard_after_forward=False
+        )
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+            model.reshard()
+            model(torch.ones(1, 4))
+            shard = next(p for p in model._hp_fsdp_unit.parameters)
+            shard.sharded.fill_(3.0)
+            assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 2), 12.0))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_other_methods_compute_once_they_are_registered_and_say_how_before():
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.layer(x)
+
+        def encode(self, x):
+            return torch.tanh(self.layer(x))
+
+    def body(rank):
+        model, dense = seeded(Encoder)(), seeded(Encoder)()
+        fully_shard(model, mesh=meshes(2)[0])
+        x = torch.ones(2, 4)
+        for wrong in (model.forward, model.encode):
+            with pytest.raises(RuntimeError, match="register_fsdp_forward_method"):
+                wrong(x)
+        hp_fsdp.register_fsdp_forward_method(model, "encode")
+        hp_fsdp.register_fsdp_forward_method(dense, "encode")
+        model.encode(x).sum().backward()
+        dense.encode(x).sum().backward()
+        assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_unshard_gathers_and_reshard_releases_what_it_says():
+    def body(rank):
+        model = seeded(Net)()
+        shard_blocks(model, mesh=meshes(2)[0])
+        reference = seeded(Net)()
+        block = model.blocks[1]
+        handle = block.unshard(async_op=True)
+        handle.wait()
+        assert type(block.up.weight) is nn.Parameter
+        assert torch.equal(block.up.weight, reference.blocks[1].up.weight)
+        assert isinstance(model.blocks[0].up.weight, hp_dtensor_type())
+        buffer = block._hp_fsdp_unit.parameters[0]._buffer
+        assert buffer.is_held
+        block.reshard()
+        assert not buffer.is_held
+        assert isinstance(block.up.weight, hp_dtensor_type())
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_a_sharded_module_is_still_what_it_was():
+    def body(rank):
+        model = fully_shard(Net(), mesh=meshes(2)[0])
+        assert isinstance(model, hp_fsdp.FSDPModule)
+        assert isinstance(model, Net)
+        assert type(model).__name__ == "FSDPNet"
+        assert fully_shard([nn.Linear(2, 2)], mesh=meshes(2)[0])[0].in_features == 2
+        other = fully_shard(Net(), mesh=meshes(2)[0])
+        assert type(other) is type(model)
+        with pytest.raises(hp_fsdp.UsageError, match="state_dict"):
+            copy.deepcopy(model)
+
+    run_ranks(body, 2)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_what_cannot_be_sharded_is_refused_by_name():
+    def body(rank):
+        mesh = meshes(4)[0]
+
+        def refuses(match, module, **kwargs):
+            with pytest.raises((hp_fsdp.ShardingError, hp_fsdp.NotAvailableError), match=match):
+                fully_shard(module, **{"mesh": mesh, **kwargs})
+
+        outer = Net()
+        fully_shard(outer, mesh=mesh)
+        refuses("'norm.weight'.*submodules before", outer.blocks[0])
+        refuses("already sharded", outer)
+        tied = Net(tied=True)
+        fully_shard(tied.embed, mesh=mesh)
+        refuses("'weight'.*fully_shard\\(\\[first, second\\]\\)", tied.head)
+        left_over = Net(tied=True)
+        fully_shard(left_over.embed, mesh=mesh)
+        fully_shard(left_over, mesh=mesh, ignored_params={left_over.head.weight})
+        with pytest.raises(hp_fsdp.UsageError, match=r"'head.weight' was tied"):
+            left_over(torch.ones(1, 2, dtype=torch.long))
+        refuses("empty list", [])
+        refuses("ModuleList", nn.ModuleList([nn.Linear(2, 2)]))
+        linear = nn.Linear(2, 2)
+        refuses("contains it", [nn.Sequential(linear), linear])
+        scalar = nn.Linear(2, 2)
+        scalar.scale = nn.Parameter(torch.tensor(1.0))
+        refuses("'scale' is 0-dimensional", scalar)
+        refuses("has no dim 3", nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(3))
+        refuses("shard_placement_fn returned", nn.Linear(2, 2), shard_placement_fn=lambda p: 0)
+        refuses("reshard_after_forward=2", nn.Linear(2, 2), reshard_after_forward=2)
+        refuses("mesh_dim_names", nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
+        cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+        refuses("one axis", nn.Linear(2, 2), mesh=cube)
+        with pytest.raises(hp_fsdp.NotAvailableError, match="CPUOffloadPolicy"):
+            hp_fsdp.CPUOffloadPolicy()
+        with torch.device("meta"):
+            meta = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        with pytest.raises(hp_fsdp.ShardingError, match=r"weight.*meta device"):
+            meta(torch.ones(1, 4))
+        with pytest.raises(hp_fsdp.NotAvailableError, match="set_all_reduce_hook"):
+            outer.set_all_reduce_hook(None)
+        with pytest.raises(hp_fsdp.ShardingError, match="param_dtype"):
+            MixedPrecisionPolicy(param_dtype=torch.int32)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_ignored_parameters_and_the_default_mesh():
+    def body(rank):
+        model = nn.Linear(4, 4)
+        fully_shard(model, ignored_params={model.bias})
+        assert type(model.bias) is nn.Parameter
+        assert model.weight.layout.abstract_mesh.axis_names == ("dp_shard",)
+        model(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+        assert torch.equal(full_gradients(model)["weight"], torch.full((4, 4), 1.5))
+        assert torch.equal(model.bias.grad, torch.ones(4))
+
+    run_ranks(body, 2)

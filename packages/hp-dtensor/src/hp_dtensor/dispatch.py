@@ -165,7 +165,8 @@ def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     operands = []
     for index, (tensor, layout) in enumerate(zip(found, layouts)):
         if layout is None:
-            _check_plain(name, tensor, [each for each in layouts if each is not None])
+            placed = [each for each in layouts if each is not None]
+            _check_plain(name, tensor, placed, _advice_of(found))
             everywhere = [Replicate()] * len(first.placements)
             operands.append(
                 Operand(index, Layout(first.mesh, everywhere, ()), tensor.dtype, plain=True)
@@ -175,7 +176,13 @@ def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     return tuple(operands)
 
 
-def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout]) -> None:
+def _advice_of(found: Sequence[Tensor]) -> str | None:
+    """What the owner of a DTensor wants said where it is mixed with plain tensors. `hp_fsdp` sets
+    `_hp_advice` on its parameters, which are whole only inside forward."""
+    return next((advice for t in found if (advice := getattr(t, "_hp_advice", None))), None)
+
+
+def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout], advice: str | None) -> None:
     if isinstance(tensor, TorchDTensor):
         raise OperatorError(
             f"{name}: a DTensor of torch.distributed.tensor is mixed with one of hp_dtensor. "
@@ -188,7 +195,8 @@ def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout]) -> None:
             f"a plain tensor of shape {tuple(tensor.shape)} is mixed with DTensors, so which part "
             "of the global tensor it holds is unknown",
             placed,
-            remedy="wrap it with DTensor.from_local(tensor, mesh, placements, shape=...), "
+            remedy=advice
+            or "wrap it with DTensor.from_local(tensor, mesh, placements, shape=...), "
             "Replicate() if every rank holds all of it; or take full_tensor() of the DTensor",
         )
     if tensor.requires_grad:

@@ -11,21 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from hp_dtensor.rules.engine import OperatorError
 from hp_fsdp import hooks, state_dict
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
 from hp_fsdp.param import SHARDED_MARK, Owner, ShardedParameter
 from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.root import UNIT_ATTRIBUTE, Root, unit_of
-from hp_fsdp.unit import Unit, UnitState
+from hp_fsdp.unit import Unit
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
-_CALL_ADVICE = (
-    "its parameters are sharded outside forward. Call the module itself, module(...), rather than "
-    "module.forward(...); for other methods that compute, call "
-    "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard"
-)
 
 
 @overload
@@ -235,17 +229,7 @@ def _described(module: nn.Module) -> str:
 def _sharded_class(original: type[nn.Module]) -> type[nn.Module]:
     """The class a sharded module gets: `original` with `FSDPModule` before it."""
 
-    @functools.wraps(original.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original.forward(self, *args, **kwargs)
-        except OperatorError as error:
-            unit = unit_of(self)
-            if unit is None or unit.state is UnitState.GATHERED:
-                raise
-            raise UsageError(f"{_described(self)} computes, but {_CALL_ADVICE}") from error
-
-    namespace = {"forward": forward, "__module__": original.__module__}
+    namespace = {"__module__": original.__module__}
     return type(f"FSDP{original.__name__}", (FSDPModule, original), namespace)
 
 

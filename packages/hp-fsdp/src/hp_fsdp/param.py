@@ -26,7 +26,14 @@ from hp_platform import Handle, Origin, all_gather
 from hp_platform.buffers import aligned_empty
 
 SHARDED_MARK = "_hp_fsdp_sharded"
-"""Attribute of a parameter that a unit has taken."""
+"""Attribute of a parameter that a unit has taken, and of the one it was made from."""
+
+CALL_ADVICE = (
+    "these parameters are under fully_shard and whole only inside forward. Call the module itself, "
+    "module(...), rather than module.forward(...); for other methods that compute, call "
+    "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard"
+)
+"""Shown where a shard meets a plain tensor."""
 
 
 @frozen
@@ -86,7 +93,9 @@ class ShardedParameter:
         self._storage = self._cut_out(parameter)
         local = self._local_view(self._storage)
         self.sharded = nn.Parameter(self.as_dtensor(local), requires_grad=parameter.requires_grad)
-        setattr(self.sharded, SHARDED_MARK, True)
+        # The original too: where it is still registered, a tie would be cut without a word.
+        setattr(parameter, SHARDED_MARK, True)
+        self._mark(self.sharded)
         self.register(self.sharded)
 
     # -- the shard ---------------------------------------------------------------------------
@@ -164,8 +173,12 @@ class ShardedParameter:
                 f"parameter {self.name!r} was replaced by {kind}; expected a DTensor with "
                 f"{self.layout}. Load values into the sharded parameter instead"
             )
-        setattr(found, SHARDED_MARK, True)
+        self._mark(found)
         return found
+
+    def _mark(self, parameter: nn.Parameter) -> None:
+        setattr(parameter, SHARDED_MARK, True)
+        parameter._hp_advice = CALL_ADVICE  # type: ignore[attr-defined]
 
     # -- gathering ---------------------------------------------------------------------------
 

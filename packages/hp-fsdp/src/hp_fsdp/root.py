@@ -7,7 +7,7 @@ not see one another.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from torch.autograd import Variable
 
 from hp_fsdp.backward import BackwardPipeline
 from hp_fsdp.errors import UsageError
+from hp_fsdp.param import SHARDED_MARK, ShardedParameter
 from hp_fsdp.prefetch import GatherOrder
 from hp_fsdp.unit import Unit
 from hp_platform import mark
@@ -32,6 +33,13 @@ def unit_of(module: nn.Module) -> Unit | None:
 def in_backward_pass() -> bool:
     """Whether autograd is running on this thread: a forward now is a recomputation."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _parameters_below(module: nn.Module) -> Iterator[ShardedParameter]:
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None:
+            yield from unit.parameters
 
 
 class _Pass:
@@ -96,6 +104,7 @@ class Root:
                     known = paths.setdefault(unit, [])
                     if path not in known:
                         known.append(path)
+        self._refuse_cut_ties()
         for unit, where in paths.items():
             if unit.root is not None and unit.root is not self and unit.root.is_in_backward:
                 raise UsageError(
@@ -107,6 +116,17 @@ class Root:
             for sharded in unit.parameters:
                 sharded.name = parameter_names.get(id(sharded.sharded), sharded.name)
         self.units = list(paths)
+
+    def _refuse_cut_ties(self) -> None:
+        owned = {id(p.sharded) for module in self.unit.modules for p in _parameters_below(module)}
+        for module in self.unit.modules:
+            for name, parameter in module.named_parameters():
+                if getattr(parameter, SHARDED_MARK, False) and id(parameter) not in owned:
+                    raise UsageError(
+                        f"parameter {name!r} was tied to one that another unit has sharded, and is "
+                        "no longer; shard the modules that share it together: "
+                        "fully_shard([first, second])"
+                    )
 
     # -- forward -----------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.dtensor import DTensor, distribute_tensor
 from hp_fsdp.errors import ShardingError
@@ -75,7 +76,10 @@ def _load(name: str, target: Tensor, value: Tensor) -> None:
             f"{tuple(target.shape)}"
         )
     if isinstance(target, DTensor):
-        mine = distribute_tensor(value.detach(), target.device_mesh, target.placements)
-        target.to_local().copy_(mine.to_local())
+        mesh = target.device_mesh
+        assert isinstance(mesh, DeviceMesh)
+        target.to_local().copy_(
+            distribute_tensor(value.detach(), mesh, target.placements).to_local()
+        )
     else:
         target.copy_(value)

@@ -6,6 +6,7 @@ all ranks.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -112,12 +113,12 @@ def assert_trains_like_dense(
         reference.zero_grad()
         loss_fn(model, batch[rank]).backward()
         dense_backward(dense, batch, loss_fn)
-        tolerances = {"rtol": rtol, "atol": atol}
+        close = functools.partial(assert_same, rtol=rtol, atol=atol)
         try:
             expected = {name: p.grad for name, p in dense.named_parameters()}
-            assert_same(full_gradients(model), expected, zero_is_none=zero_is_none, **tolerances)
+            close(full_gradients(model), expected, zero_is_none=zero_is_none)
             optimizer.step()
             reference.step()
-            assert_same(full_parameters(model), full_parameters(dense), **tolerances)
+            close(full_parameters(model), full_parameters(dense))
         except AssertionError as error:
             raise AssertionError(f"step {step}: {error}") from error
