@@ -1,0 +1,337 @@
+"""Hypothesis strategies for meshes, placements and layouts, and checks that use them.
+
+A distributed tensor is held here as the list of all ranks' local tensors, in rank order, so that
+one process stands for a whole mesh. `spread` and `collect` go from a dense tensor to such a list
+and back by `Layout.owned_indices` alone: they are the reference that redistribution is held to.
+Needs the extra `hp-dtensor[testing]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise, product
+
+import torch
+from attrs import frozen
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hp_dtensor.adjoint import dual, has_adjoint, pairing
+from hp_dtensor.layout import Coordinate, Layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+)
+from hp_dtensor.transition import Transition
+
+__all__ = [
+    "DistributedValue",
+    "check_redistribute",
+    "collect",
+    "distributed_tensors",
+    "layouts",
+    "meshes",
+    "placements",
+    "shapes",
+    "spread",
+]
+
+AXIS_NAMES = ("pp", "dp", "cp", "tp")
+
+
+@frozen(eq=False)
+class DistributedValue:
+    """A dense tensor, a layout, and the local tensors of all ranks in rank order."""
+
+    layout: Layout
+    dense: Tensor
+    locals: tuple[Tensor, ...]
+
+
+def meshes(
+    *, min_axes: int = 1, max_axes: int = 4, max_ranks: int = 8
+) -> st.SearchStrategy[AbstractMesh]:
+    """Meshes of at most `max_ranks` ranks; axes of one rank are among them."""
+    return (
+        st.lists(
+            st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8][:max_ranks]),
+            min_size=min_axes,
+            max_size=max_axes,
+        )
+        .filter(lambda sizes: math.prod(sizes) <= max_ranks)
+        .map(lambda sizes: AbstractMesh(AXIS_NAMES[-len(sizes) :], tuple(sizes)))
+    )
+
+
+def shapes(*, max_dims: int = 3, max_size: int = 9) -> st.SearchStrategy[tuple[int, ...]]:
+    """Global shapes, from 0-dimensional to `max_dims`; dims of size 0 and 1 are among them."""
+    return st.lists(st.integers(0, max_size), max_size=max_dims).map(tuple)
+
+
+@st.composite
+def placements(
+    draw: st.DrawFn,
+    shape: tuple[int, ...],
+    axis_size: int,
+    *,
+    reductions: Sequence[str] = ("sum",),
+    ragged: bool = True,
+) -> Placement:
+    """A placement of a tensor of `shape` on one axis, of every kind.
+
+    `reductions` are those of Partial (empty: no Partial). `ragged` is off where another axis
+    already has a RaggedShard.
+    """
+    kinds = ["replicate"] + ["partial"] * bool(reductions)
+    kinds += ["shard", "shard", "strided", "sectioned"] * bool(shape)
+    kinds += ["ragged"] * bool(shape and ragged)
+    kind = draw(st.sampled_from(kinds))
+    if kind == "replicate":
+        return Replicate()
+    if kind == "partial":
+        return Partial(draw(st.sampled_from(list(reductions))))
+    if kind == "ragged":
+        return draw(_ragged(shape, axis_size))
+    dim = draw(st.integers(0, len(shape) - 1))
+    if kind == "shard":
+        return Shard(dim)
+    if kind == "strided":
+        return StridedShard(dim, draw(st.integers(1, 4)))
+    cuts = sorted(draw(st.lists(st.integers(0, shape[dim]), max_size=2)))
+    bounds = [0, *cuts, shape[dim]]
+    return SectionedShard(dim, [b - a for a, b in pairwise(bounds)])
+
+
+@st.composite
+def _ragged(draw: st.DrawFn, shape: tuple[int, ...], axis_size: int) -> RaggedShard:
+    dims = tuple(range(draw(st.integers(1, len(shape)))))
+    flat = math.prod(shape[: len(dims)])
+    total = draw(st.sampled_from([n for n in range(1, max(flat, 1) + 1) if flat % n == 0]))
+    ends = sorted(
+        draw(st.lists(st.integers(0, total), min_size=axis_size - 1, max_size=axis_size - 1))
+    )
+    bounds = [0, *ends, total]
+    return RaggedShard(dims, [b - a for a, b in pairwise(bounds)])
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn,
+    mesh: AbstractMesh | None = None,
+    shape: tuple[int, ...] | None = None,
+    *,
+    reductions: Sequence[str] = ("sum",),
+    gradients: bool = False,
+) -> Layout:
+    """Layouts of every kind, uneven and empty ones included.
+
+    Args:
+        mesh, shape: fixed, or drawn when None.
+        reductions: as for `placements`; one of them is used in a layout.
+        gradients: also draw Partial gradients of replicated values.
+    """
+    mesh = draw(meshes()) if mesh is None else mesh
+    shape = draw(shapes()) if shape is None else shape
+    reduction = [draw(st.sampled_from(list(reductions)))] if reductions else []
+    chosen: list[Placement] = []
+    for size in mesh.sizes:
+        ragged = not any(isinstance(p, RaggedShard) for p in chosen)
+        chosen.append(draw(placements(shape, size, reductions=reduction, ragged=ragged)))
+    chosen = _made_whole(mesh, chosen, shape)
+    if not gradients:
+        return Layout(mesh, chosen, shape)
+    grads = [
+        draw(st.sampled_from([Replicate(), Partial()]))
+        if isinstance(p, Replicate)
+        else Replicate()
+        if isinstance(p, Partial)
+        else p
+        for p in chosen
+    ]
+    return Layout(mesh, chosen, shape, grads)
+
+
+def _made_whole(
+    mesh: AbstractMesh, chosen: list[Placement], shape: tuple[int, ...]
+) -> list[Placement]:
+    """Ragged units must stay whole after the other axes' cuts; replicate those where not."""
+    try:
+        Layout(mesh, chosen, shape)
+    except ValueError:
+        return [Replicate() if isinstance(p, RaggedShard) else p for p in chosen]
+    return chosen
+
+
+@st.composite
+def distributed_tensors(
+    draw: st.DrawFn, layout: Layout | None = None, *, dtype: torch.dtype = torch.float64
+) -> DistributedValue:
+    """Integer-valued tensors, so that sums are exact in any order, spread over all ranks."""
+    layout = draw(layouts()) if layout is None else layout
+    seed = draw(st.integers(0, 2**16))
+    dense = _integers(layout.shape, dtype, torch.Generator().manual_seed(seed))
+    return DistributedValue(layout, dense, tuple(spread(dense, layout, seed=seed)))
+
+
+def _integers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+
+
+def spread(dense: Tensor, layout: Layout, *, seed: int = 0) -> list[Tensor]:
+    """Every rank's local tensor. Partial values are split into random parts that reduce to it."""
+    generator = torch.Generator().manual_seed(seed)
+    partial = layout.partial_axes()
+    parts: dict[Coordinate, Tensor] = {(): dense}
+    for axis in partial:
+        size, placement = layout.abstract_mesh.sizes[axis], layout.placements[axis]
+        assert isinstance(placement, Partial)
+        parts = {
+            (*coord, i): part
+            for coord, whole in parts.items()
+            for i, part in enumerate(_parts(whole, size, placement.reduce_op, generator))
+        }
+    return [
+        parts[tuple(coord[axis] for axis in partial)]
+        .reshape(-1)
+        .index_select(0, layout.owned_indices(coord))
+        .reshape(layout.local_shape(coord))
+        for coord in layout.abstract_mesh.coordinates()
+    ]
+
+
+def _parts(whole: Tensor, size: int, reduction: str, generator: torch.Generator) -> list[Tensor]:
+    offsets = [_integers(tuple(whole.shape), whole.dtype, generator) for _ in range(size - 1)]
+    if reduction in ("max", "min"):
+        sign = 1 if reduction == "max" else -1
+        return [whole, *(whole - sign * offset.abs() for offset in offsets)]
+    scale = size if reduction == "avg" else 1
+    rest = whole * scale
+    for offset in offsets:
+        rest = rest - offset
+    return [*offsets, rest]
+
+
+def collect(layout: Layout, locals_: Sequence[Tensor]) -> Tensor:
+    """The dense tensor that the ranks' local tensors stand for.
+
+    Raises:
+        AssertionError: a local shape is wrong, replicas differ, or an element is missing.
+    """
+    partial = layout.partial_axes()
+    parts: dict[Coordinate, Tensor] = {}
+    filled: dict[Coordinate, Tensor] = {}
+    for coord, local in zip(layout.abstract_mesh.coordinates(), locals_):
+        assert tuple(local.shape) == layout.local_shape(coord), (
+            f"{layout} at {coord}: local shape {tuple(local.shape)}, "
+            f"expected {layout.local_shape(coord)}"
+        )
+        key = tuple(coord[axis] for axis in partial)
+        part = parts.setdefault(key, local.new_zeros(layout.numel))
+        known = filled.setdefault(key, torch.zeros(layout.numel, dtype=torch.bool))
+        own, values = layout.owned_indices(coord), local.reshape(-1)
+        before = part[own]
+        assert bool(((before == values) | ~known[own]).all()), (
+            f"{layout} at {coord}: replicas differ"
+        )
+        part[own] = values
+        known[own] = True
+    assert all(bool(known.all()) for known in filled.values()), f"{layout}: elements are missing"
+    return _reduced(layout, parts).reshape(layout.shape)
+
+
+def _reduced(layout: Layout, parts: dict[Coordinate, Tensor]) -> Tensor:
+    for axis in reversed(layout.partial_axes()):
+        placement = layout.placements[axis]
+        assert isinstance(placement, Partial)
+        groups: dict[Coordinate, list[Tensor]] = {}
+        for coord, part in parts.items():
+            groups.setdefault(coord[:-1], []).append(part)
+        parts = {key: _reduce(torch.stack(g), placement.reduce_op) for key, g in groups.items()}
+    return parts[()]
+
+
+def _reduce(stacked: Tensor, reduction: str) -> Tensor:
+    if reduction == "avg":
+        return stacked.sum(0) / stacked.shape[0]
+    return (
+        stacked.amax(0)
+        if reduction == "max"
+        else (stacked.amin(0) if reduction == "min" else stacked.sum(0))
+    )
+
+
+def check_redistribute(source: Layout, target: Layout, *, seed: int = 0) -> Transition:
+    """Checks a redistribution on simulated ranks and returns it.
+
+    Values: every rank ends with what `target` says of the dense tensor. Gradients, where both
+    ends have them: <T x, y> = <x, T* y> for a random gradient y laid out as the target's.
+
+    Raises:
+        AssertionError: one of these does not hold; the message shows the transition.
+    """
+    source, target = source.abstract, target.abstract
+    transition = Transition.compile(source, target)
+    generator = torch.Generator().manual_seed(seed)
+    dense = _integers(source.shape, torch.float64, generator)
+    values = spread(dense, source, seed=seed)
+    results = transition.simulate(values)
+    found = collect(target, results)
+    assert torch.equal(found, dense), f"{transition}\nexpected {dense}\nfound {found}"
+    if has_adjoint(source) and has_adjoint(target):
+        gradient = _integers(source.shape, torch.float64, generator)
+        incoming = _spread_gradient(gradient, target, seed)
+        outgoing = transition.adjoint.simulate(incoming)
+        above = pairing(target, results, incoming)
+        below = pairing(source, values, outgoing)
+        assert torch.isclose(above, below, rtol=1e-12, atol=1e-12), (
+            f"{transition}\n{transition.adjoint}\n<Tx, y> = {above}, <x, T*y> = {below}"
+        )
+    return transition
+
+
+def _spread_gradient(gradient: Tensor, layout: Layout, seed: int) -> list[Tensor]:
+    """A gradient's local tensors; each summand of an averaged value has its share of it."""
+    sizes = layout.abstract_mesh.sizes
+    share = math.prod(
+        sizes[axis]
+        for axis in layout.partial_axes()
+        if getattr(layout.placements[axis], "reduce_op", "") == "avg"
+    )
+    return [local / share for local in spread(gradient, dual(layout), seed=seed + 1)]
+
+
+def every_placement(shape: tuple[int, ...], axis_size: int) -> list[Placement]:
+    """One placement of every kind, for exhaustive tests over small meshes."""
+    kinds: list[Placement] = [Replicate(), Partial()]
+    for dim, size in enumerate(shape):
+        first = size // 2
+        kinds += [Shard(dim), StridedShard(dim, 2), SectionedShard(dim, (first, size - first))]
+    if shape:
+        kinds.append(RaggedShard((0,), _all_to_last(shape[0], axis_size)))
+        whole = tuple(range(len(shape)))
+        kinds.append(RaggedShard(whole, _all_to_last(math.prod(shape), axis_size)))
+    return kinds
+
+
+def _all_to_last(size: int, count: int) -> list[int]:
+    units = [0] * count
+    units[-1] = max(size, 1)
+    return units
+
+
+def pairs_of(mesh: AbstractMesh, shape: tuple[int, ...]) -> list[tuple[Layout, Layout]]:
+    """Every pair of layouts made of `every_placement`."""
+    made = []
+    for chosen in product(*(every_placement(shape, size) for size in mesh.sizes)):
+        try:
+            made.append(Layout(mesh, chosen, shape))
+        except ValueError:
+            continue  # two ragged shards that flatten different dims, or units that are not whole
+    return list(product(made, made))
