@@ -1,0 +1,307 @@
+"""Sharded parameters: their layouts, their memory, and tensor parallelism underneath."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import (
+    DTensor,
+    Layout,
+    Partial,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+    attach_layout,
+)
+from hp_fsdp import ShardingError, fully_shard
+from hp_fsdp.testing import assert_same, full_gradients, full_parameters
+from hp_platform import MeshAxis, all_reduce, ledger
+from hp_platform.testing import run_ranks
+
+R = Replicate()
+
+
+def dp_tp():
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+
+class SumOverTp(torch.autograd.Function):
+    """Forward all-reduce, backward identity: what ends a tensor-parallel block."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        return all_reduce(x.clone(), axis).wait()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class EnterTp(torch.autograd.Function):
+    """Forward identity, backward all-reduce: what begins one."""
+
+    @staticmethod
+    def forward(ctx, x, axis):
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return all_reduce(gradient.clone(), ctx.axis).wait(), None
+
+
+class Mlp(nn.Module):
+    """Column, then row parallel; `gain` is replicated and used on sharded activations, so each
+    tensor-parallel rank's gradient of it is a summand."""
+
+    def __init__(self, hidden=6):
+        super().__init__()
+        self.norm = nn.Parameter(torch.randn(5))
+        self.up = nn.Parameter(torch.randn(hidden, 5))
+        self.gain = nn.Parameter(torch.randn(1))
+        self.down = nn.Parameter(torch.randn(5, hidden))
+        self.tp = None
+
+    def forward(self, x):
+        x = x * self.norm
+        h = EnterTp.apply(x, self.tp) if self.tp else x
+        h = torch.tanh(h @ self.up.t()) * self.gain
+        y = h @ self.down.t()
+        return SumOverTp.apply(y, self.tp) if self.tp else y
+
+
+def made(hidden=6):
+    torch.manual_seed(0)
+    return Mlp(hidden)
+
+
+def tensor_parallel(model, mesh, up=None):
+    """Plain local parameters with layouts, as hp_dtensor.parallelize leaves them."""
+    placements = {
+        "norm": ((R, R), None),
+        "up": ((R, up or Shard(0)), None),
+        "gain": ((R, R), (R, Partial())),
+        "down": ((R, Shard(1)), None),
+    }
+    for name, (value, gradient) in placements.items():
+        whole = getattr(model, name).detach()
+        layout = Layout(mesh, value, whole.shape, gradient)
+        local = whole.reshape(-1)[layout.owned_indices()].view(layout.local_shape())
+        setattr(model, name, attach_layout(nn.Parameter(local.clone()), layout))
+    model.tp = MeshAxis.of_mesh(mesh, "tp")
+    return model
+
+
+def batch(dp):
+    generator = torch.Generator().manual_seed(dp)
+    return torch.randn(3, 5, generator=generator)
+
+
+def dense_step(dense):
+    (sum(dense(batch(dp)).square().mean() for dp in range(2)) / 2).backward()
+
+
+@pytest.mark.ranks
+def test_gradients_over_tensor_parallelism_equal_the_dense_ones():
+    def body(rank):
+        mesh = dp_tp()
+        for hidden in (6, 8, 5):
+            dense = made(hidden)
+            model = tensor_parallel(made(hidden), mesh)
+            fully_shard(model, mesh=mesh["dp_shard"])
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, dense)]
+            for _ in range(3):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                model(batch(rank // 2)).square().mean().backward()
+                dense_step(dense)
+                assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+                norms = [
+                    nn.utils.clip_grad_norm_(m.parameters(), max_norm=0.01) for m in (model, dense)
+                ]
+                found = norms[0].full_tensor() if isinstance(norms[0], DTensor) else norms[0]
+                torch.testing.assert_close(found, norms[1])
+                assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+                for optimizer in optimizers:
+                    optimizer.step()
+                assert_same(full_parameters(model), full_parameters(dense), rtol=1e-4, atol=1e-5)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_layouts_over_tensor_parallelism_are_on_the_whole_mesh():
+    def body(rank):
+        mesh = dp_tp()
+        model = tensor_parallel(made(8), mesh)
+        fully_shard(model, mesh=mesh["dp_shard"])
+        found = {name: p.layout.placements for name, p in model.named_parameters()}
+        assert found == {
+            "norm": (Shard(0), R),
+            "up": (StridedShard(0, 2), Shard(0)),
+            "gain": (Shard(0), R),
+            "down": (Shard(0), Shard(1)),
+        }
+        dp, tp = divmod(rank, 2)
+        assert torch.equal(model.up.to_local(), made(8).up.chunk(2)[tp].chunk(2)[dp])
+        # A summed gradient is laid out like the value: no partial sum is left.
+        model(batch(dp)).sum().backward()
+        assert model.gain.grad.placements == (Shard(0), R)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_a_section_wise_cut_weight_is_cut_again_within_its_local_rows():
+    def body(rank):
+        mesh = dp_tp()
+        sections = SectionedShard(0, (4, 2, 2))
+        model = tensor_parallel(made(8), mesh, up=sections)
+        before = model.up.detach().clone()
+        fully_shard(model, mesh=mesh["dp_shard"])
+        assert model.up.layout.placements == (StridedShard(0, 2), sections)
+        assert torch.equal(model.up.to_local(), before.chunk(2)[rank // 2])
+        assert torch.equal(model.up.full_tensor(), made(8).up)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_partial_gradients_are_summed_once_fused_and_on_shards():
+    def body(rank):
+        mesh = dp_tp()
+        model = nn.Sequential(*(tensor_parallel(made(6), mesh) for _ in range(2)))
+        for layer in model:
+            fully_shard(layer, mesh=mesh["dp_shard"])
+        fully_shard(model, mesh=mesh["dp_shard"])
+        with ledger() as log:
+            model(batch(rank // 2)).sum().backward()
+        mine = [r for r in log.records if r.axis == "tp" and r.origin.package == "hp_fsdp"]
+        # Two gains of one element: the second data rank's shards are empty, and nothing is sent.
+        assert len(mine) == (1 if rank < 2 else 0), log.table()
+        assert all(r.origin.phase == "settlement" for r in mine)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_a_layout_that_does_not_fit_the_mesh_is_refused_by_name():
+    def body(rank):
+        mesh = dp_tp()
+
+        def refuses(match, value, gradient=None, axis="dp_shard"):
+            model = nn.Linear(4, 4, bias=False)
+            layout = Layout(mesh, value, (4, 4), gradient)
+            local = nn.Parameter(torch.zeros(layout.local_shape()))
+            model.weight = attach_layout(local, layout)
+            with pytest.raises(ShardingError, match=match):
+                fully_shard(model, mesh=axis)
+
+        refuses("'weight' is already placed", (Shard(0), R), axis=mesh["dp_shard"])
+        refuses("'weight'.*data axis", (R, R), (Partial(), R), axis=mesh["dp_shard"])
+        other = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        refuses("'weight'.*no axis 'dp' of size 4", (R, R), axis=other)
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh["dp_shard"])
+        holder = nn.Module()
+        holder.p = nn.Parameter(DTensor.of_layout(model.weight.to_local(), model.weight.layout))
+        with pytest.raises(ShardingError, match=r"'p'.*parallelize"):
+            fully_shard(holder, mesh=mesh["dp_shard"])
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_hsdp_over_tensor_parallelism_takes_a_slice_of_the_whole_mesh():
+    def body(rank):
+        names = ("dp_replicate", "dp_shard", "tp")
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
+        model, dense = made(8), made(8)
+        placements = {
+            "norm": ((R, R, R), None),
+            "up": ((R, R, Shard(0)), None),
+            "gain": ((R, R, R), (R, R, Partial())),
+            "down": ((R, R, Shard(1)), None),
+        }
+        for name, (value, gradient) in placements.items():
+            whole = getattr(model, name).detach()
+            layout = Layout(mesh, value, whole.shape, gradient)
+            local = whole.reshape(-1)[layout.owned_indices()].view(layout.local_shape())
+            setattr(model, name, attach_layout(nn.Parameter(local.clone()), layout))
+        model.tp = MeshAxis.of_mesh(mesh, "tp")
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
+        assert model.up.layout.placements == (R, StridedShard(0, 2), Shard(0))
+        model(batch(rank // 2)).square().mean().backward()
+        (sum(dense(batch(dp)).square().mean() for dp in range(4)) / 4).backward()
+        assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+
+    run_ranks(body, 8)
+
+
+# -- memory ----------------------------------------------------------------------------
+
+
+@pytest.mark.ranks
+def test_shards_and_buffers_are_aligned_and_gathering_copies_nothing():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = nn.Linear(7, 5)
+        fully_shard(model, mesh=mesh)
+        shard = model._hp_fsdp_unit.parameters[0]
+        assert shard.local.data_ptr() % 512 == 0
+        addresses = set()
+        for _ in range(3):
+            model.unshard()
+            assert model.weight.data_ptr() == shard._buffer.data.data_ptr()
+            addresses.add(model.weight.data_ptr())
+            model.reshard()
+        assert len(addresses) == 1
+        assert addresses.pop() % 512 == 0
+        # What travels is the shard's own memory, padding included.
+        assert shard._travelling_piece().data_ptr() == shard.local.data_ptr()
+        assert shard._travelling_piece().numel() == 3 * 7
+        # An even gradient is sent from where autograd left it.
+        even = nn.Linear(6, 4, bias=False)
+        fully_shard(even, mesh=mesh)
+        gradient = torch.randn(4, 6)
+        sent = even._hp_fsdp_unit.parameters[0].reduction_input(gradient)
+        assert sent.data_ptr() == gradient.data_ptr()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_meta_parameters_are_materialised_as_shards():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 2))
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        out = model(torch.ones(1, 5))
+        torch.testing.assert_close(out, torch.full((1, 2), 5.0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        out.sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(full_parameters(model)["1.bias"], torch.full((2,), 0.4))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_values_assigned_to_data_are_used():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = nn.Linear(4, 3, bias=False)
+        fully_shard(model, mesh=mesh)
+        local = torch.full(tuple(model.weight.to_local().shape), 2.0)
+        model.weight.data = DTensor.of_layout(local, model.weight.layout)
+        assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 8.0))
+
+    run_ranks(body, 2)
