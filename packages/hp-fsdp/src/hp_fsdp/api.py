@@ -322,6 +322,13 @@ class FSDPModule:
         """False: the end of backward does not wait for reductions in flight; a later one does."""
         Root.of(_own_unit(self)).is_last_backward = is_last_backward
 
+    def reset_iter_state(self) -> None:
+        """Forgets a forward or backward that raised, with the gradients it left unreduced.
+
+        The next forward of the root does the same by itself after a failed backward.
+        """
+        Root.of(_own_unit(self)).reset()
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides summed gradients by `factor` instead of by the number of data-parallel ranks."""
         if not factor > 0:

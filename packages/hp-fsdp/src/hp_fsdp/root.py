@@ -215,14 +215,18 @@ class Root:
                 parameter.accumulate()
 
     def _forget_failed_pass(self) -> None:
-        """Drops what a backward that raised has left: its gradients are incomplete."""
-        if self._running is None or self._running() is not None:
-            return
+        if self._running is not None and self._running() is None:
+            self.reset()
+
+    def reset(self) -> None:
+        """Drops what a forward or backward that raised has left: its gradients are incomplete."""
         self._running = None
+        self._forward_of = None
         self.pipeline.discard()
         for unit in self.units:
             unit.release()
             unit.fired.clear()
+            unit.modules_running.clear()
             unit.partial_sums.clear()
             for parameter in unit.parameters:
                 parameter.take_gradient()
