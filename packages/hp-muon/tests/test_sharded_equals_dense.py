@@ -18,7 +18,7 @@ from hp_dtensor import (
 from hp_muon import MatrixView, Muon
 from hp_muon.reference import DenseMuon
 from hp_platform.testing import run_ranks
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -164,7 +164,12 @@ def run_cases(batch, world_size):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 4])
-@settings(deadline=None, max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(
+    deadline=None,
+    max_examples=3,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # shrinking would start a group per attempt
+)
 @given(data=st.data())
 def test_sharded_equals_dense(world_size, data):
     batch = [data.draw(cases(world_size)) for _ in range(25)]
