@@ -48,13 +48,13 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """q, k, v with biases and a norm per head; the head count is an attribute."""
 
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.heads = HEADS
         self.q = nn.Linear(HIDDEN, HIDDEN)
         self.k = nn.Linear(HIDDEN, HIDDEN)
         self.v = nn.Linear(HIDDEN, HIDDEN)
-        self.o = nn.Linear(HIDDEN, HIDDEN, bias=False)
+        self.o = nn.Linear(HIDDEN, HIDDEN, bias=bias)
         self.q_norm = Norm(HIDDEN // HEADS)
 
     def forward(
@@ -85,10 +85,10 @@ class Gated(nn.Module):
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
         self.first = Norm(HIDDEN)
-        self.attention = Attention()
+        self.attention = Attention(bias)
         self.second = Norm(HIDDEN)
         self.mlp = Gated()
 
@@ -100,10 +100,16 @@ class Layer(nn.Module):
 class Tiny(nn.Module):
     """Two layers; returns a mapping like the model outputs of transformers."""
 
-    def __init__(self, layers: int = 2, tied: bool = False, padding_idx: int | None = None) -> None:
+    def __init__(
+        self,
+        layers: int = 2,
+        tied: bool = False,
+        padding_idx: int | None = None,
+        bias: bool = False,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, HIDDEN, padding_idx=padding_idx)
-        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(bias) for _ in range(layers))
         self.norm = Norm(HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         generator = torch.Generator().manual_seed(0)

@@ -8,6 +8,7 @@ communicates as it does without the check, and the collectives of both modes can
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from hp_dtensor.parallelize import parallelize
 from hp_dtensor.placements import Replicate
 from hp_dtensor.plan import BoundarySpec, BoundaryTensor, Contract, ShardingPlan
 from hp_dtensor.transition import Transition
-from hp_dtensor.validate import opaque_regions
+from hp_dtensor.validate import opaque_regions, trace_places
 from hp_platform import HPError, MeshAxis, Origin, Record, gather_objects, ledger
 from hp_platform.agreement import agree
 
@@ -181,6 +182,8 @@ def check_gradients(
         model = make_model()
         model.load_state_dict(state)
         parallelize(model, plan, mesh, mode=mode)  # type: ignore[arg-type]
+        if mode == "production":
+            trace_places(model, refuse_implicit=False)
         runs[mode] = _run_mode(model, plan, axes, mode, batch, loss_fn)
     reference = "dense" if dense else "validate"
     return _compare(runs, reference, mesh, rtol, atol)
@@ -240,7 +243,7 @@ class _Recorder:
             for tensor in spec.outputs:
                 value = read_output(output, tensor.where)
                 if has_tensor(value):
-                    map_tensors(lambda each, of=tensor: self._record(spec, of, each), value)
+                    map_tensors(functools.partial(self._record, spec, tensor), value)
 
         return record
 

@@ -45,7 +45,7 @@ from hp_dtensor.production import (
 )
 from hp_platform import Origin
 
-__all__ = ["apply_validate", "opaque_regions"]
+__all__ = ["apply_validate", "opaque_regions", "trace_places"]
 
 _PRODUCER = "_hp_producer"
 """Attribute of a DTensor that a boundary has handed out: the boundary's name, and the contract."""
@@ -55,7 +55,7 @@ def apply_validate(module: nn.Module, plan: ShardingPlan, axes: ModelAxes) -> No
     """Wraps the parameters in place and installs checking boundaries."""
     opaque = opaque_regions(plan)
     settled = _wrap_parameters(module, plan, axes, opaque)
-    _trace_places(module, plan)
+    trace_places(module, refuse_implicit=True)
     for boundary in plan.boundaries:
         target = module.get_submodule(boundary.module)
         if _inside(boundary.module, opaque - {boundary.module}):
@@ -112,9 +112,9 @@ def _wrap_parameters(
         if needs_settlement(layout):
             settled.append(SettledGradient(leaf, layout, name, told))
     for owner in module.modules():
-        for leaf_name, parameter in list(owner._parameters.items()):
-            if parameter is not None:
-                owner._parameters[leaf_name] = replaced[id(parameter)]
+        for leaf_name, held in list(owner._parameters.items()):
+            if held is not None:
+                owner._parameters[leaf_name] = replaced[id(held)]
     return settled
 
 
@@ -124,17 +124,20 @@ def _mark_settled(parameter: Any, layout: Layout) -> None:
     parameter.grad = DTensor.of_layout(parameter.to_local().grad, whole)
 
 
-def _trace_places(module: nn.Module, plan: ShardingPlan) -> None:
-    """Errors inside a module's forward name the module; operators may not communicate."""
+def trace_places(module: nn.Module, *, refuse_implicit: bool) -> None:
+    """Errors inside a module's forward name the module.
+
+    With `refuse_implicit` an operator that would have to communicate by itself is an error.
+    """
     for name, child in module.named_modules():
-        child.forward = _placed(child.forward, name, root=child is module)
+        child.forward = _placed(child.forward, name, refuse_implicit and child is module)
 
 
-def _placed(forward: Callable[..., Any], name: str, root: bool) -> Callable[..., Any]:
+def _placed(forward: Callable[..., Any], name: str, refuse_implicit: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not root:
+            if not refuse_implicit:
                 return forward(*args, **kwargs)
             with implicit(reductions=False, adjoints=False):
                 return forward(*args, **kwargs)
