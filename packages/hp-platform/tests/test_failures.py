@@ -19,9 +19,10 @@ def reports(tmp_path, body, world_size=2):
             body(rank, activity)
 
     # On a crowded machine a peer's report may take longer than the runner usually waits.
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RankFailure) as caught:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "_GRACE", 20.0)
-        run_ranks(run, world_size, timeout=30)
+        with pytest.raises(RankFailure) as caught:
+            run_ranks(run, world_size, timeout=30)
     assert all("exit code" in text or "killed" in text for text in caught.value.reports.values())
     return [(tmp_path / f"rank{rank}").read_text() for rank in range(world_size)], caught.value
 

@@ -174,11 +174,11 @@ def test_children_run_no_exit_handlers(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         """
-import atexit
-from hp_platform.testing import ranks, run_ranks
+import atexit, os
+from hp_platform.testing import run_ranks
 atexit.register(lambda: print("exit handler", flush=True))
 print("before")
-run_ranks(lambda rank: print(f"rank {rank}"), 2)
+run_ranks(lambda rank: os.write(1, f"rank {rank}\\n".encode()), 2)
 """
     )
     done = subprocess.run(

@@ -13,19 +13,15 @@ import contextlib
 import os
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from hp_platform.errors import PeerError
 
 _KEY = "hp_platform/first_failure"
-_PATIENCE = 1.0
-"""Seconds a peer waits for the failing rank's own account before it reports without it."""
 
 
 @dataclass
@@ -61,8 +57,8 @@ def reported_failures(what: str) -> Iterator[Activity]:
         peer = _peer_error_behind(error)
         if peer is not None:
             first = _first_failure()
-            because = f"\nthe first failure was: {first}" if first else ""
-            _end(f"{_who()} stopped in {activity}:\n{peer}{because}", 1)
+            because = f"the first failure was: {first}" if first else "no rank gave a reason"
+            _end(f"{_who()} stopped in {activity}:\n{peer}\n{because}", 1)
         account = f"{_who()} failed in {activity}: {type(error).__name__}: {error}"
         _publish(account)
         _end(f"{account}\n{''.join(traceback.format_exception(error)).rstrip()}", 1)
@@ -90,16 +86,15 @@ def _publish(account: str) -> None:
 
 
 def _first_failure() -> str:
-    if not dist.is_initialized():
-        return ""
-    with contextlib.suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
-        store.set_timeout(timedelta(seconds=_PATIENCE))
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end:
+    """The first failing rank's account; empty if it was killed before it could give one.
+
+    There is nothing to wait for: an account is written before the connections close.
+    """
+    if dist.is_initialized():
+        with contextlib.suppress(Exception):
+            store = dist.distributed_c10d._get_default_store()
             if store.check([_KEY]):
                 return store.get(_KEY).decode()
-            time.sleep(0.02)
     return ""
 
 
