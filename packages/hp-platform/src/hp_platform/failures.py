@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from hp_platform.errors import PeerError
 
+_UNEXPLAINED = "no rank gave a reason; one that is killed cannot"
 _KEY = "hp_platform/first_failure"
 
 
@@ -57,7 +58,7 @@ def reported_failures(what: str) -> Iterator[Activity]:
         peer = _peer_error_behind(error)
         if peer is not None:
             first = _first_failure()
-            because = f"the first failure was: {first}" if first else "no rank gave a reason"
+            because = f"the first failure was: {first}" if first else _UNEXPLAINED
             _end(f"{_who()} stopped in {activity}:\n{peer}\n{because}", 1)
         account = f"{_who()} failed in {activity}: {type(error).__name__}: {error}"
         _publish(account)
