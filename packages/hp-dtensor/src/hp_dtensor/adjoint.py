@@ -19,10 +19,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Placement
+from hp_dtensor.placements import (
+    Placement,
+    is_partial,
+    is_replicate,
+)
 
 
 def dual(layout: Layout) -> Layout:
@@ -46,12 +49,12 @@ def _averaged(layout: Layout) -> int:
 
 
 def _is_average(placement: Placement) -> bool:
-    return isinstance(placement, Partial) and placement.reduce_op == "avg"
+    return is_partial(placement) and placement.reduce_op == "avg"
 
 
 def has_adjoint(layout: Layout) -> bool:
     """Whether the value is linear in its locals: a maximum or minimum over ranks is not."""
-    return all(p.reduce_op in ("sum", "avg") for p in layout.placements if isinstance(p, Partial))
+    return all(p.reduce_op in ("sum", "avg") for p in layout.placements if is_partial(p))
 
 
 def pairing(layout: Layout, values: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -59,7 +62,7 @@ def pairing(layout: Layout, values: Sequence[Tensor], gradients: Sequence[Tensor
     once = [
         axis
         for axis, (p, g) in enumerate(zip(layout.placements, layout.grad_placements))
-        if isinstance(p, Replicate) and isinstance(g, Replicate)
+        if is_replicate(p) and is_replicate(g)
     ]
     total = torch.zeros((), dtype=values[0].dtype)
     for coord, value, gradient in zip(layout.abstract_mesh.coordinates(), values, gradients):

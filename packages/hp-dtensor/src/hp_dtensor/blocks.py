@@ -30,11 +30,8 @@ class Block:
 
     index: tuple[Index, ...]
     shape: tuple[int, ...]
+    numel: int
     whole: bool
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block of `tensor`, of shape `self.shape`; a view where it is made of slices."""
@@ -118,11 +115,12 @@ def _common_positions(first: Runs, second: Runs) -> tuple[Runs, Runs]:
 
 def _block(positions: Sequence[Runs], held: Sequence[Runs]) -> Block:
     index: list[Index] = []
+    shape: list[int] = []
     for runs in positions:
         if len(runs) > 1:
             index.append(runs_to_indices(runs))
         else:
             index.append(slice(*runs[0]) if runs else slice(0, 0))
-    shape = tuple(length(runs) for runs in positions)
+        shape.append(length(runs))
     whole = all(size == length(runs) for size, runs in zip(shape, held))
-    return Block(tuple(index), shape, whole)
+    return Block(tuple(index), tuple(shape), math.prod(shape), whole)

@@ -24,11 +24,19 @@ def full_run(size: int) -> Runs:
 
 
 def length(runs: Runs) -> int:
-    return sum(stop - start for start, stop in runs)
+    """Number of indices."""
+    if len(runs) == 1:
+        return runs[0][1] - runs[0][0]
+    size = 0
+    for start, stop in runs:
+        size += stop - start
+    return size
 
 
 def merged(runs: Sequence[Run]) -> Runs:
     """The same indices with adjacent runs joined and empty ones left out."""
+    if len(runs) == 1:
+        return tuple(runs) if runs[0][0] != runs[0][1] else ()
     out: list[Run] = []
     for start, stop in runs:
         if start == stop:

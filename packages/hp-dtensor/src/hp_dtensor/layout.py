@@ -39,14 +39,14 @@ from hp_dtensor.cuts import (
 )
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
-    Partial,
     Placement,
     RaggedShard,
-    Replicate,
     SectionedShard,
     StridedShard,
     default_grad_placement,
     describe,
+    is_partial,
+    is_replicate,
     is_sharding,
     normalize_placement,
     sharded_dims,
@@ -173,13 +173,13 @@ class Layout:
     @cached_property
     def flat_dims(self) -> int:
         """How many leading dims a RaggedShard flattens; 0 without one."""
-        return max((len(p.dims) for p in self.placements if isinstance(p, RaggedShard)), default=0)
+        return max((len(p.dims) for p in self.placements if type(p) is RaggedShard), default=0)
 
     @cached_property
     def is_replicated(self) -> bool:
         """Every rank holds the whole value: each axis is Replicate or has size 1."""
         sizes = self.abstract_mesh.sizes
-        return all(isinstance(p, Replicate) or n == 1 for p, n in zip(self.placements, sizes))
+        return all(is_replicate(p) or n == 1 for p, n in zip(self.placements, sizes))
 
     @cached_property
     def is_even(self) -> bool:
@@ -199,11 +199,11 @@ class Layout:
 
     def replicating_axes(self) -> tuple[int, ...]:
         """Mesh axes whose placement is Replicate."""
-        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Replicate))
+        return tuple(i for i, p in enumerate(self.placements) if is_replicate(p))
 
     def partial_axes(self) -> tuple[int, ...]:
         """Mesh axes whose placement is Partial."""
-        return tuple(i for i, p in enumerate(self.placements) if isinstance(p, Partial))
+        return tuple(i for i, p in enumerate(self.placements) if is_partial(p))
 
     def with_placements(
         self,
@@ -233,10 +233,12 @@ class Layout:
         """
         per_dim = self.view_runs(self.flat_dims, coord)
         shape = self.view_shape(self.flat_dims)
-        indices = torch.zeros((), dtype=torch.int64)
-        for runs, size in zip(per_dim, shape):
-            indices = indices.unsqueeze(-1) * size + runs_to_indices(runs)
-        return indices.reshape(-1)
+        if not shape:
+            return torch.zeros(1, dtype=torch.int64)
+        indices = runs_to_indices(per_dim[0])
+        for runs, size in zip(per_dim[1:], shape[1:]):
+            indices = (indices.unsqueeze(-1) * size + runs_to_indices(runs)).view(-1)
+        return indices
 
     def dim_indices(self, dim: int, coord: Coordinate | None = None) -> Tensor:
         """Global indices along `dim` held at `coord`: 1-D int64.
@@ -272,7 +274,7 @@ class Layout:
         """Elements of the largest local tensor. Every cut but Ragged favours coordinate 0."""
         sizes = self.abstract_mesh.sizes
         choices = [
-            range(sizes[axis]) if isinstance(placement, RaggedShard) else (0,)
+            range(sizes[axis]) if type(placement) is RaggedShard else (0,)
             for axis, placement in enumerate(self.placements)
         ]
         return max(self.local_numel(coord) for coord in product(*choices))
@@ -303,16 +305,18 @@ class Layout:
 
     def _local_shape(self, coord: Coordinate) -> tuple[int, ...]:
         key = ("shape", coord)
-        if key not in self._memo:
+        shape = self._memo.get(key)
+        if shape is None:
             runs = self._view_runs(self.flat_dims, coord)
-            self._memo[key] = tuple(length(dim) for dim in runs)
-        return self._memo[key]
+            shape = self._memo[key] = tuple([length(dim) for dim in runs])
+        return shape
 
     def _view_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
         key = ("runs", flat_dims, coord)
-        if key not in self._memo:
-            self._memo[key] = self._compute_runs(flat_dims, coord)
-        return self._memo[key]
+        runs = self._memo.get(key)
+        if runs is None:
+            runs = self._memo[key] = self._compute_runs(flat_dims, coord)
+        return runs
 
     def _compute_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
         start = self.flat_dims if self.flat_dims > 1 else 0
@@ -326,9 +330,15 @@ class Layout:
         return (flatten_runs(per_dim[:joined], sizes), *per_dim[joined:])
 
     def _cut_dim(self, dim: int, coord: Coordinate) -> Runs:
-        runs = full_run(self.shape[dim])
-        for cut in self.cuts[dim]:
-            runs = cut.keep(runs, coord[cut.axis])
+        # Coordinates that differ only on axes which do not cut this dim share the entry.
+        cuts = self.cuts[dim]
+        key = (dim, *(coord[cut.axis] for cut in cuts))
+        runs = self._memo.get(key)
+        if runs is None:
+            runs = full_run(self.shape[dim])
+            for cut in cuts:
+                runs = cut.keep(runs, coord[cut.axis])
+            self._memo[key] = runs
         return runs
 
     def _leading_runs(self, coord: Coordinate, check: bool = False) -> Runs:
@@ -390,15 +400,15 @@ def _normalized(placement: Placement, axis: str, ndim: int) -> Placement:
 
 
 def _may_be_gradient(value: Placement, gradient: Placement) -> bool:
-    if isinstance(value, Replicate):
-        return isinstance(gradient, Replicate) or (
-            isinstance(gradient, Partial) and gradient.reduce_op in ("sum", "avg")
+    if is_replicate(value):
+        return is_replicate(gradient) or (
+            is_partial(gradient) and gradient.reduce_op in ("sum", "avg")
         )
     return gradient == default_grad_placement(value)
 
 
 def _check_reductions(placements: tuple[Placement, ...]) -> None:
-    found = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    found = {p.reduce_op for p in placements if is_partial(p)}
     if len(found) > 1 and found != {"sum", "avg"}:
         raise ValueError(
             f"reductions {sorted(found)} on different mesh axes do not commute: "
@@ -407,13 +417,13 @@ def _check_reductions(placements: tuple[Placement, ...]) -> None:
 
 
 def _check_placement(placement: Placement, axis: str, size: int, shape: tuple[int, ...]) -> None:
-    if isinstance(placement, SectionedShard) and sum(placement.sections) != shape[placement.dim]:
+    if type(placement) is SectionedShard and sum(placement.sections) != shape[placement.dim]:
         raise ValueError(
             f"mesh axis {axis!r}: sections of {describe(placement)} sum to "
             f"{sum(placement.sections)}, but dim {placement.dim} of shape {shape} has size "
             f"{shape[placement.dim]}"
         )
-    if isinstance(placement, RaggedShard) and len(placement.local_units) != size:
+    if type(placement) is RaggedShard and len(placement.local_units) != size:
         raise ValueError(
             f"mesh axis {axis!r}: {describe(placement)} gives shares to "
             f"{len(placement.local_units)} coordinates, but the axis has {size}"
@@ -426,15 +436,15 @@ def _ordered_cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
     ordered: list[list[Cut]] = [[] for _ in layout.shape]
     for axis in reversed(range(len(sizes))):
         placement, size = layout.placements[axis], sizes[axis]
-        if size == 1 or not is_sharding(placement) or isinstance(placement, RaggedShard):
+        if size == 1 or not is_sharding(placement) or type(placement) is RaggedShard:
             continue
         position, dim = 0, sharded_dims(placement)[0]
         cut: Cut
-        if isinstance(placement, SectionedShard):
+        if type(placement) is SectionedShard:
             cut = Sectioned(axis, size, sections_to_bounds(placement.sections))
         else:
             cut = Chunk(axis, size)
-        if isinstance(placement, StridedShard):
+        if type(placement) is StridedShard:
             after = following_shards(ordered[dim], placement.split_factor)
             position = after or 0
             if after is None:
@@ -446,7 +456,7 @@ def _ordered_cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
 
 def _append_ragged(layout: Layout, ordered: list[list[Cut]]) -> None:
     for axis, placement in enumerate(layout.placements):
-        if not isinstance(placement, RaggedShard):
+        if type(placement) is not RaggedShard:
             continue
         if len(placement.dims) != layout.flat_dims:
             raise ValueError(

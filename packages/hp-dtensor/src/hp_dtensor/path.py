@@ -22,7 +22,15 @@ from itertools import combinations, count
 from attrs import frozen
 
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Partial, Placement, RaggedShard, Replicate, describe, is_sharding
+from hp_dtensor.placements import (
+    Placement,
+    RaggedShard,
+    Replicate,
+    describe,
+    is_partial,
+    is_replicate,
+    is_sharding,
+)
 
 Placements = tuple[Placement, ...]
 
@@ -77,11 +85,7 @@ def shortest_path(source: Layout, target: Layout) -> tuple[Move, ...]:
 def _without_idle_axes(source: Layout, target: Layout) -> Layout:
     """On an axis of one rank all placements mean the same: take the target's."""
     placements = tuple(
-        new
-        if size == 1
-        and not isinstance(old, RaggedShard | type(None))
-        and not isinstance(new, RaggedShard)
-        else old
+        new if size == 1 and type(old) is not RaggedShard and type(new) is not RaggedShard else old
         for old, new, size in zip(source.placements, target.placements, source.abstract_mesh.sizes)
     )
     if placements == source.placements:
@@ -166,16 +170,14 @@ class _Search:
     ) -> Iterator[tuple[int, ...]]:
         """Sets of other axes that may be sliced in the same step."""
         yield ()
-        if not (is_sharding(old) or (isinstance(old, Partial) and is_sharding(new))):
+        if not (is_sharding(old) or (is_partial(old) and is_sharding(new))):
             return
-        if isinstance(new, Partial):
+        if is_partial(new):
             return
         ready = [
             i
             for i, placement in enumerate(state)
-            if i != axis
-            and isinstance(placement, Replicate)
-            and is_sharding(self.target.placements[i])
+            if i != axis and is_replicate(placement) and is_sharding(self.target.placements[i])
         ]
         for number in range(1, len(ready) + 1):
             yield from combinations(ready, number)
@@ -195,19 +197,19 @@ class _Search:
 
 def _kind(old: Placement, new: Placement, fused: bool) -> Kind | None:
     """The step between two placements of one axis; None where two steps are needed."""
-    if isinstance(old, Replicate):
-        if isinstance(new, Partial) and new.reduce_op == "sum":
+    if is_replicate(old):
+        if is_partial(new) and new.reduce_op == "sum":
             return Kind.KEEP
         return Kind.SLICE  # the average, maximum or minimum of equal values is the value
-    if isinstance(old, Partial):
-        if isinstance(new, Replicate):
+    if is_partial(old):
+        if is_replicate(new):
             return Kind.ALL_REDUCE
         if is_sharding(new) and old.reduce_op in ("sum", "avg"):
             return Kind.REDUCE_SCATTER
         return None
-    if isinstance(new, Partial):
+    if is_partial(new):
         return Kind.PAD if new.reduce_op == "sum" else None
-    if isinstance(new, Replicate) and not fused:
+    if is_replicate(new) and not fused:
         return Kind.ALL_GATHER
     return Kind.ALL_TO_ALL
 

@@ -8,7 +8,7 @@ in one place, `hp_dtensor.layout`; a placement only carries its parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import placement_types as _torch_placements
@@ -24,6 +24,8 @@ __all__ = [
     "StridedShard",
     "default_grad_placement",
     "describe",
+    "is_partial",
+    "is_replicate",
     "is_sharding",
     "normalize_placement",
     "normalize_placements",
@@ -166,18 +168,29 @@ class RaggedShard(_Value):
         return f"RaggedShard(dims={self.dims}, local_units={self.local_units})"
 
 
+# Types are compared exactly: PyTorch's placement types answer isinstance through a slow metaclass,
+# and a normalised placement is never of a subclass.
+_SHARDING = frozenset({Shard, StridedShard, SectionedShard, RaggedShard})
+
+
 def is_sharding(placement: Placement) -> bool:
     """Whether different coordinates hold different parts."""
-    return isinstance(placement, Shard | StridedShard | SectionedShard | RaggedShard)
+    return type(placement) in _SHARDING
+
+
+def is_replicate(placement: Placement) -> bool:
+    return type(placement) is Replicate
+
+
+def is_partial(placement: Placement) -> TypeGuard[Partial]:
+    return type(placement) is Partial
 
 
 def sharded_dims(placement: Placement) -> tuple[int, ...]:
     """The tensor dims a placement cuts; empty for Replicate and Partial."""
-    if isinstance(placement, RaggedShard):
+    if type(placement) is RaggedShard:
         return placement.dims
-    if isinstance(placement, Shard | StridedShard | SectionedShard):
-        return (placement.dim,)
-    return ()
+    return (placement.dim,) if is_sharding(placement) else ()  # type: ignore[attr-defined]
 
 
 def default_grad_placement(placement: Placement) -> Placement:

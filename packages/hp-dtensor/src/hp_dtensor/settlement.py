@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
+from hp_dtensor.placements import is_partial, is_replicate
 from hp_platform.buffers import BufferLayout
 from hp_platform.collectives import all_reduce
 from hp_platform.ledger import Origin
@@ -70,9 +70,7 @@ def _summed_axes(layout: Layout) -> list[tuple[int, str]]:
     return [
         (axis, gradient.reduce_op)
         for axis, (value, gradient) in enumerate(zip(layout.placements, layout.grad_placements))
-        if isinstance(value, Replicate)
-        and isinstance(gradient, Partial)
-        and layout.abstract_mesh.sizes[axis] > 1
+        if is_replicate(value) and is_partial(gradient) and layout.abstract_mesh.sizes[axis] > 1
     ]
 
 

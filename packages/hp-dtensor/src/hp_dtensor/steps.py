@@ -7,17 +7,22 @@ axis, run by a process group or by the simulator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
-from torch.distributed.tensor import Partial
 
 from hp_dtensor.blocks import Block, common_blocks
-from hp_dtensor.layout import Coordinate, Layout
+from hp_dtensor.cuts import Runs, length
+from hp_dtensor.layout import Coordinate
 from hp_dtensor.path import Kind, Move
+from hp_dtensor.placements import is_partial
 from hp_platform.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+
+Held = tuple[Runs, ...]
+Known = dict[tuple[Held, Held], tuple[Block, Block]]
 
 if TYPE_CHECKING:
     from hp_platform.axis import MeshAxis
@@ -84,16 +89,18 @@ class Step:
 
     move: Move
     _at: dict[Coordinate, RankStep] = field(factory=dict, repr=False)
+    _known: Known = field(factory=dict, repr=False)
 
     @property
     def reduction(self) -> str:
         placement = self.move.before.placements[self.move.axis]
-        return placement.reduce_op if isinstance(placement, Partial) else "sum"
+        return placement.reduce_op if is_partial(placement) else "sum"
 
     def at(self, coord: Coordinate) -> RankStep:
-        if coord not in self._at:
-            self._at[coord] = _rank_step(self.move, coord)
-        return self._at[coord]
+        part = self._at.get(coord)
+        if part is None:
+            part = self._at[coord] = _rank_step(self.move, coord, self._known)
+        return part
 
     def __str__(self) -> str:
         return str(self.move)
@@ -148,42 +155,42 @@ def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:
     return [part.unpack(result) for part, result in zip(parts, results)]
 
 
-def _rank_step(move: Move, coord: Coordinate) -> RankStep:
+def _rank_step(move: Move, coord: Coordinate, known: Known) -> RankStep:
     before, after = move.before, move.after
     flat = max(before.flat_dims, after.flat_dims)
     old, new = before.view_runs(flat, coord), after.view_runs(flat, coord)
-    peers = _peers(move, coord)
-    sends: tuple[Block, ...]
-    receives: tuple[Block, ...]
-    if move.kind in (Kind.SLICE, Kind.KEEP, Kind.PAD):
-        mine, there = common_blocks(old, new)
-        sends, receives = (mine,), (there,)
-    elif move.kind is Kind.ALL_REDUCE:
-        sends = receives = ()
-    else:
-        sends = tuple(common_blocks(old, after.view_runs(flat, peer))[0] for peer in peers)
-        receives = tuple(common_blocks(before.view_runs(flat, peer), new)[1] for peer in peers)
+    sends: list[Block] = []
+    receives: list[Block] = []
+    if not move.kind.communicates:
+        mine, there = _common(old, new, known)
+        sends, receives = [mine], [there]
+    elif move.kind is not Kind.ALL_REDUCE:
+        for peer in _peers(move, coord):
+            sends.append(_common(old, after.view_runs(flat, peer), known)[0])
+            receives.append(_common(before.view_runs(flat, peer), new, known)[1])
         if move.kind is Kind.REDUCE_SCATTER:  # every peer sends the whole of the new part
             receives = receives[:1]
-    new_view = tuple(_view(after, flat, coord))
+    new_view = tuple([length(runs) for runs in new])
     return RankStep(
         kind=move.kind,
-        view=tuple(_view(before, flat, coord)),
+        view=tuple([length(runs) for runs in old]),
         shape=after.local_shape(coord),
         new_view=new_view,
-        sends=sends,
-        receives=receives,
-        send_sizes=tuple(block.numel for block in sends),
-        receive_sizes=tuple(block.numel for block in receives),
+        sends=tuple(sends),
+        receives=tuple(receives),
+        send_sizes=tuple([block.numel for block in sends]),
+        receive_sizes=tuple([block.numel for block in receives]),
         in_order=_in_order(receives, new_view),
         keeps=coord[move.axis] == 0,
     )
 
 
-def _view(layout: Layout, flat_dims: int, coord: Coordinate) -> list[int]:
-    return [
-        sum(stop - start for start, stop in runs) for runs in layout.view_runs(flat_dims, coord)
-    ]
+def _common(old: Held, new: Held, known: Known) -> tuple[Block, Block]:
+    """`common_blocks`, once for all ranks that hold the same."""
+    pair = known.get((old, new))
+    if pair is None:
+        pair = known[old, new] = common_blocks(old, new)
+    return pair
 
 
 def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:
@@ -191,7 +198,7 @@ def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:
     return [(*coord[:axis], peer, *coord[axis + 1 :]) for peer in range(size)]
 
 
-def _in_order(blocks: tuple[Block, ...], view: tuple[int, ...]) -> bool:
+def _in_order(blocks: Sequence[Block], view: tuple[int, ...]) -> bool:
     """Whether the blocks are consecutive rows of the whole view."""
     position = 0
     for block in blocks:

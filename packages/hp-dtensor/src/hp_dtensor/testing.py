@@ -28,6 +28,8 @@ from hp_dtensor.placements import (
     SectionedShard,
     Shard,
     StridedShard,
+    is_partial,
+    is_replicate,
 )
 from hp_dtensor.transition import Transition
 
@@ -142,16 +144,16 @@ def layouts(
     reduction = [draw(st.sampled_from(list(reductions)))] if reductions else []
     chosen: list[Placement] = []
     for size in mesh.sizes:
-        ragged = not any(isinstance(p, RaggedShard) for p in chosen)
+        ragged = not any(type(p) is RaggedShard for p in chosen)
         chosen.append(draw(placements(shape, size, reductions=reduction, ragged=ragged)))
     chosen = _made_whole(mesh, chosen, shape)
     if not gradients:
         return Layout(mesh, chosen, shape)
     grads = [
         draw(st.sampled_from([Replicate(), Partial()]))
-        if isinstance(p, Replicate)
+        if is_replicate(p)
         else Replicate()
-        if isinstance(p, Partial)
+        if is_partial(p)
         else p
         for p in chosen
     ]
@@ -165,7 +167,7 @@ def _made_whole(
     try:
         Layout(mesh, chosen, shape)
     except ValueError:
-        return [Replicate() if isinstance(p, RaggedShard) else p for p in chosen]
+        return [Replicate() if type(p) is RaggedShard else p for p in chosen]
     return chosen
 
 
@@ -191,7 +193,7 @@ def spread(dense: Tensor, layout: Layout, *, seed: int = 0) -> list[Tensor]:
     parts: dict[Coordinate, Tensor] = {(): dense}
     for axis in partial:
         size, placement = layout.abstract_mesh.sizes[axis], layout.placements[axis]
-        assert isinstance(placement, Partial)
+        assert is_partial(placement)
         parts = {
             (*coord, i): part
             for coord, whole in parts.items()
@@ -249,7 +251,7 @@ def collect(layout: Layout, locals_: Sequence[Tensor]) -> Tensor:
 def _reduced(layout: Layout, parts: dict[Coordinate, Tensor]) -> Tensor:
     for axis in reversed(layout.partial_axes()):
         placement = layout.placements[axis]
-        assert isinstance(placement, Partial)
+        assert is_partial(placement)
         groups: dict[Coordinate, list[Tensor]] = {}
         for coord, part in parts.items():
             groups.setdefault(coord[:-1], []).append(part)
