@@ -204,7 +204,13 @@ def _norm(call: Call) -> Recipe:
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         local = args[0] if dtype is None else args[0].to(dtype)
-        return finished_norm(transition.apply(summable_norm(local, float(order))), float(order))
+        part = summable_norm(local, float(order))
+        if math.isinf(order) and part.requires_grad:
+            raise call.error(
+                f"the norm of order {order} of a sharded tensor has no gradient",
+                "compute it under torch.no_grad(), or of detach()",
+            )
+        return finished_norm(transition.apply(part), float(order))
 
     # Each rank's gradient reaches its own elements only, and the sum is made above: the norm is
     # an ordinary replicated value.
