@@ -178,9 +178,8 @@ def test_gradients_missing_on_some_ranks_count_as_zero_without_a_hang():
         for step in range(3):
             for parameters in (partly, zeroed):
                 set_gradients(parameters, step)
-            for index in (0, 4):
-                missing = step == 1 and rank == index % 3
-                if missing:
+            for index, without in ((0, 0), (3, 1)):
+                if step == 1 and rank == without:
                     partly[index].grad = None
                     zeroed[index].grad.zero_()
             first.step()
@@ -189,6 +188,23 @@ def test_gradients_missing_on_some_ranks_count_as_zero_without_a_hang():
             torch.testing.assert_close(mine, other)
 
     run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_a_rank_with_whole_matrices_decides_for_itself_whether_they_are_stepped():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        (experts,) = local_parameters(mesh, [Shard(0)], [(4, 3, 5)])
+        before = experts.detach().clone()
+        optimizer = Muon([experts])
+        set_gradients([experts])
+        if rank == 0:
+            experts.grad = None
+        with ledger() as log:
+            optimizer.step()
+        return torch.equal(experts, before), len(log.records)
+
+    assert run_ranks(body, 2) == [(True, 0), (False, 0)]
 
 
 @pytest.mark.ranks

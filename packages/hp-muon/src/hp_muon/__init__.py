@@ -3,6 +3,7 @@
 from hp_muon.errors import MuonError
 from hp_muon.muon import Muon
 from hp_muon.newton_schulz import COEFFICIENTS, newton_schulz
+from hp_muon.split import split_parameters
 from hp_muon.views import MatrixView
 
 __all__ = [
@@ -11,4 +12,5 @@ __all__ = [
     "Muon",
     "MuonError",
     "newton_schulz",
+    "split_parameters",
 ]
