@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -27,6 +29,13 @@ from hp_platform.testing import run_ranks
 
 ORIGIN = Origin("hp_fsdp", "layers.3", "backward")
 ALONE = MeshAxis("tp", 1, 0, (0,), Tier.LOCAL, torch.device("cpu"))
+
+
+class Wrapper(torch.Tensor):
+    """Stands for a distributed tensor."""
+
+    def to_local(self):
+        return self.as_subclass(torch.Tensor)
 
 
 def refusals(rank, calls):
@@ -57,6 +66,7 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         (lambda axis: all_reduce(torch.ones(2, device="meta"), axis), "is on meta"),
         (lambda axis: all_reduce(torch.ones(2, dtype=torch.complex64), axis), "cannot reduce"),
         (lambda axis: all_reduce(square.to_sparse(), axis), "cannot be sent"),
+        (lambda axis: all_reduce(Wrapper(square), axis), "a Wrapper cannot be sent"),
         (lambda axis: all_reduce([1.0], axis), "expected a tensor, got list"),
         (lambda axis: all_reduce(square, axis, op="mean"), "op 'mean' is unknown"),
         (lambda axis: all_reduce(torch.ones(2).int(), axis, op="avg"), "average of torch.int32"),
@@ -217,6 +227,28 @@ def test_a_dropped_handle_warns_with_its_origin_and_still_completes():
         assert "reduce_scatter on mesh axis 'dp_shard'" in caught[0][1]
         assert "asked by hp_fsdp layers.3 backward was dropped" in caught[0][1]
         assert lines == [caught[0][1]]
+
+
+def test_a_handle_that_is_left_at_exit_does_not_hang_the_process(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        """
+import time, torch
+from hp_platform import MeshAxis, Tier
+from hp_platform.handle import Handle
+class Work:
+    def wait(self):
+        time.sleep(1000)
+axis = MeshAxis("dp", 2, 0, (0, 1), Tier.FAST, torch.device("cpu"), object(), "gloo")
+handle = Handle(None, [Work()], operation="all_reduce", axis=axis)
+raise ValueError("the planted fault")
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.endswith("ValueError: the planted fault\n")
 
 
 @pytest.mark.ranks

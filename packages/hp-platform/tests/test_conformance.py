@@ -31,12 +31,18 @@ def test_gloo_obeys_every_law(world_size, how):
     assert found == []
 
 
-def run_conformance(world_size, dtypes, *, how=Uneven.ROOTED, fault=None):
+@pytest.mark.ranks
+def test_gloo_obeys_every_law_on_eight_ranks_and_in_its_list_form():
+    assert run_conformance(8, (torch.float32,)) == []
+    assert run_conformance(3, DTYPES, scatter=Uneven.LIST) == []
+
+
+def run_conformance(world_size, dtypes, *, how=Uneven.ROOTED, scatter=None, fault=None):
     """Every violation that any rank sees, with `fault` planted in each rank first."""
 
     def run():
         capabilities.TABLE["gloo"] = dataclasses.replace(
-            GLOO, uneven_all_gather=how, uneven_reduce_scatter=how
+            GLOO, uneven_all_gather=how, uneven_reduce_scatter=scatter or how
         )
         if fault is not None:
             fault()

@@ -15,6 +15,8 @@ from hp_platform.capabilities import GLOO, TABLE, Capabilities, capabilities_of
 from hp_platform.handle import refuse
 from hp_platform.ledger import Origin
 
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def check_tensor(
     operation: str,
@@ -33,6 +35,9 @@ def check_tensor(
     """
     if not isinstance(tensor, Tensor):
         refuse(operation, axis, origin, f"expected a tensor, got {type(tensor).__name__}")
+    if type(tensor) not in _PLAIN and hasattr(tensor, "to_local"):
+        problem = f"a {type(tensor).__name__} cannot be sent; pass its local tensor"
+        refuse(operation, axis, origin, problem)
     if tensor.layout != torch.strided:
         refuse(operation, axis, origin, f"a {tensor.layout} tensor cannot be sent; densify it")
     if not tensor.is_contiguous():

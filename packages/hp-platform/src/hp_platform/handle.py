@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar
@@ -106,7 +107,8 @@ class Handle(Generic[T]):
         return f"<Handle {self._operation} {state}, asked by {self._origin}>"
 
     def __del__(self) -> None:
-        if getattr(self, "done", True) or self._axis is None:
+        # At exit the peers may be gone, and waiting would turn an error into a hang.
+        if getattr(self, "done", True) or self._axis is None or sys.is_finalizing():
             return
         message = (
             f"the handle of {where(self._operation, self._axis, self._origin)} was dropped "
