@@ -3,6 +3,7 @@
 from hp_planner.derive import plan
 from hp_planner.errors import LintError, PlanError
 from hp_planner.explain import explain
-from hp_planner.lint import Violation, lint
+from hp_planner.facts import Violation
+from hp_planner.lint import lint
 
 __all__ = ["LintError", "PlanError", "Violation", "explain", "lint", "plan"]

@@ -14,7 +14,8 @@ from hp_planner.boundaries import group_boundaries, infer_boundary_types
 from hp_planner.errors import LintError, PlanError
 from hp_planner.graph import ModuleGraph, read_module
 from hp_planner.lint import lint, report
-from hp_planner.overrides import Overrides, merge_overrides, read_overrides
+from hp_planner.override_file import Overrides, read_overrides
+from hp_planner.overrides import merge_overrides
 from hp_planner.roles import classify_roles
 from hp_planner.settings import Settings, read_mesh
 from hp_planner.templates import instantiate_templates
@@ -55,7 +56,7 @@ def plan(
         model: a module, on any device, the meta device included. It is read, never changed.
         mesh: a DeviceMesh, or names and sizes, `{"dp_shard": 2, "tp": 2}`. The planner shards over
             `tp`; `dp_replicate` and `dp_shard` are left to `fully_shard`.
-        overrides: a mapping or a YAML file, see `hp_planner.overrides`.
+        overrides: a mapping or a YAML file, see `hp_planner.override_file`.
         sequence_parallel: keep the hidden states between blocks sharded along the sequence.
         loss_parallel: leave the logits sharded over the vocabulary; not available yet.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hp_planner.lint import Violation
+    from hp_planner.facts import Violation
 
 
 class PlanError(ValueError):

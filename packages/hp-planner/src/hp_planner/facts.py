@@ -1,0 +1,98 @@
+"""What the lint checks look at, and what they find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from hp_dtensor.placements import describe
+from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, ShardingPlan
+from hp_planner.boundaries import Boundary, group_boundaries, infer_boundary_types
+from hp_planner.graph import ModuleGraph, is_inside
+from hp_planner.roles import RoleAssignment, classify_roles
+from hp_planner.settings import TENSOR_AXIS
+
+
+@frozen
+class Violation:
+    """One broken rule: which, where, what was expected, what was found, what to do."""
+
+    rule: str
+    where: str
+    expected: str
+    found: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"[{self.rule}] {self.where}: expected {self.expected}, found {self.found}"
+
+
+@frozen
+class Facts:
+    """What the checks look at."""
+
+    graph: ModuleGraph
+    plan: ShardingPlan
+    boundaries: tuple[Boundary, ...]
+    local: frozenset[str]
+    sequence_parallel: bool
+    size: int
+
+    @property
+    def specs(self) -> dict[str, BoundarySpec]:
+        return {spec.module: spec for spec in self.plan.boundaries}
+
+    @property
+    def members(self) -> dict[str, RoleAssignment]:
+        return {member.name: member for b in self.boundaries for member in b.members}
+
+    def whole(self, name: str) -> bool:
+        """Whether this module is left whole, or lies in one that is."""
+        return any(name == module or is_inside(name, module) for module in self.local)
+
+    def sharded(self, *kinds: BoundaryKind) -> Iterator[Boundary]:
+        return (b for b in self.boundaries if b.kind in kinds and not self.whole(b.module))
+
+
+def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
+    groups = group_boundaries(graph, classify_roles(graph))
+    boundaries = infer_boundary_types(graph, groups)
+    size = plan.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in plan.mesh.axis_names else 1
+    layers = [s for s in plan.boundaries if s.kind is BoundaryKind.LAYER]
+    streams = {tensor.outside for spec in layers for tensor in spec.outputs}
+    return Facts(
+        graph=graph,
+        plan=plan,
+        boundaries=boundaries,
+        local=_local(graph, plan),
+        sequence_parallel=not layers or streams != {Contract()},
+        size=size,
+    )
+
+
+def _local(graph: ModuleGraph, plan: ShardingPlan) -> frozenset[str]:
+    """Modules that the plan leaves whole: hidden states replicated inside, gradients too."""
+    found = set()
+    attention = [s.module for s in plan.boundaries if s.kind is BoundaryKind.ATTENTION]
+    for spec in plan.boundaries:
+        flow = [t for t in (*spec.inputs, *spec.outputs) if not t.plain]
+        if spec.kind in (BoundaryKind.MODEL, BoundaryKind.POSITION) or not flow:
+            continue
+        if any(tensor.inside != Contract() for tensor in flow):
+            continue
+        if spec.kind is BoundaryKind.LAYER and any(is_inside(m, spec.module) for m in attention):
+            continue
+        found.add(spec.module)
+    return frozenset(found)
+
+
+def generalized(name: str) -> str:
+    """The name with its numbers opened, as an override would write it."""
+    return ".".join("*" if segment.isdecimal() else segment for segment in name.split("."))
+
+
+def show_contract(contract: Contract) -> str:
+    placement = contract.placement(TENSOR_AXIS)
+    grad = contract.grad_placement(TENSOR_AXIS)
+    return f"{describe(placement)} (gradient {describe(grad)})"

@@ -1,0 +1,58 @@
+"""Lint check along the stream of hidden states: what one boundary gives, the next takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from hp_dtensor.plan import BoundaryKind, Contract
+from hp_planner.facts import Facts, Violation, show_contract
+
+
+def check_neighbours(facts: Facts) -> Iterator[Violation]:
+    """What one boundary gives is what the next takes, gradient included, along the stream."""
+    for giver, given, taker, taken in _edges(facts):
+        if given != taken:
+            yield Violation(
+                "neighbours",
+                taker,
+                f"{show_contract(given)}, what {giver or 'the model'} gives",
+                show_contract(taken),
+                "make both sides of the exchange agree",
+            )
+
+
+Edge = tuple[str, Contract, str, Contract]
+
+
+def _edges(facts: Facts) -> Iterator[Edge]:
+    """Pairs of contracts that meet: along the layers, and inside each layer with its stream."""
+    specs = facts.specs
+    chain = [
+        specs[b.module]
+        for kind in (BoundaryKind.EMBEDDING, BoundaryKind.LAYER)
+        for b in facts.boundaries
+        if b.kind is kind and b.module in specs
+    ]
+    layered = any(spec.kind is BoundaryKind.LAYER for spec in chain)
+    tail = (BoundaryKind.NORM, BoundaryKind.HEAD) if layered else ()
+    for kind in tail:
+        for boundary in facts.boundaries:
+            in_model = boundary.home == "" and boundary.module in specs
+            if boundary.kind is kind and in_model:
+                chain.append(specs[boundary.module])
+    for giver, taker in pairwise(chain):
+        yield (
+            giver.module,
+            giver.outputs[0].outside,
+            taker.module,
+            taker.inputs[0].outside,
+        )
+    for boundary in facts.boundaries:
+        home = specs.get(boundary.home) if boundary.home else None
+        spec = specs.get(boundary.module)
+        if home is None or spec is None or home.kind is BoundaryKind.MODEL:
+            continue
+        entry, result = home.inputs[0].inside, home.outputs[0].inside
+        yield home.module, entry, spec.module, spec.inputs[0].outside
+        yield home.module, result, spec.module, spec.outputs[0].outside
