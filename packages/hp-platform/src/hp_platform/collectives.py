@@ -1,4 +1,6 @@
-"""Every collective of the project, on plain tensors: the only caller of communication.
+"""Every collective of the project, on plain tensors.
+
+With `uneven`, which it uses, this is the only caller of torch.distributed's communication.
 
 Each function checks its arguments, issues an asynchronous call and returns a `Handle`.
 Nothing is valid before `Handle.wait()`: some backends write results only there. Backends

@@ -1,0 +1,17 @@
+"""Communication is called in two modules, so the ledger can be complete."""
+
+import re
+from pathlib import Path
+
+import hp_platform
+
+CALL = re.compile(
+    r"\b(?:dist|distributed)\.(?:all_gather|all_reduce|all_to_all|barrier|broadcast|gather|"
+    r"i?recv|i?send|reduce|reduce_scatter|scatter)\w*\("
+)
+
+
+def test_only_collectives_and_uneven_call_torch_distributed():
+    root = Path(hp_platform.__file__).parent
+    callers = {path.name for path in root.rglob("*.py") if CALL.search(path.read_text())}
+    assert callers == {"collectives.py", "uneven.py"}
