@@ -648,7 +648,7 @@ def distribute_tensor(
     layout = everywhere.with_placements(placements)
     with torch.no_grad():
         local = Transition.compile(everywhere, layout).run_forward(tensor.detach())
-    if local.data_ptr() == tensor.data_ptr():
+    if local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         local = local.clone()
     return DTensor._of(local.contiguous().requires_grad_(tensor.requires_grad), layout)
 

@@ -1,0 +1,520 @@
+"""DTensor as a tensor and as a parameter: making, gradients, optimizers, norms, copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from dtensor_checks import integers, leaf, mesh_of, spread
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor.dtensor import DTensor, distribute_tensor
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.rules.engine import OperatorError
+from hp_platform import ledger
+from hp_platform.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def parameter(value: Tensor, layout: Layout) -> Any:
+    return nn.Parameter(spread(value, layout))
+
+
+# -- making and unmaking -------------------------------------------------------------------------
+
+
+def test_a_dtensor_has_the_global_shape_and_is_not_made_directly() -> None:
+    def body() -> None:
+        placed = spread(integers((5, 4)), Layout(mesh_of(2), [Shard(0)], (5, 4)))
+        assert placed.shape == torch.Size([5, 4])
+        assert (placed.ndim, placed.dim(), placed.numel(), len(placed)) == (2, 2, 20, 5)
+        assert (placed.size(0), placed.stride(), placed.T.stride()) == (5, (4, 1), (1, 4))
+        assert placed.dtype == torch.float64
+        assert placed.is_floating_point()
+        with pytest.raises(TypeError, match="from_local"):
+            DTensor(torch.ones(2))
+
+    run_ranks(body, 2)
+
+
+def test_from_local_without_a_shape_finds_the_global_one() -> None:
+    """Case 7: locals of 3 and 2 make up a tensor of 5."""
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(2)
+        local = torch.tensor([0, 1, 2]) if rank == 0 else torch.tensor([3, 4])
+        placed = DTensor.from_local(local, mesh, [Shard(0)])
+        assert placed.shape == (5,)
+        assert placed.full_tensor().tolist() == [0, 1, 2, 3, 4]
+
+    run_ranks(body, 2)
+
+
+def test_from_local_refuses_parts_that_do_not_fit_on_every_rank() -> None:
+    """Case 7: parts of 1 and 4 are not chunks of 5, with and without a shape."""
+
+    def body(rank: int) -> None:
+        mesh = mesh_of(2)
+        local = torch.arange(4 if rank else 1)
+        with pytest.raises(ValueError, match="chunk"):
+            DTensor.from_local(local, mesh, [Shard(0)], shape=(5,))
+        with pytest.raises(ValueError, match=r"\(\(0,\), \(1,\)\), \(\(1,\), \(4,\)\)"):
+            DTensor.from_local(local, mesh, [Shard(0)])
+        ragged = DTensor.from_local(local + rank, mesh, [RaggedShard((0,), (1, 4))], shape=(5,))
+        assert ragged.full_tensor().tolist() == [0, 1, 2, 3, 4]
+
+    run_ranks(body, 2)
+
+
+def test_fsdp_over_tensor_parallelism_on_one_dim_keeps_the_order() -> None:
+    """Case 4: dp over tp on dim 0, even and uneven."""
+
+    def body(rank: int) -> list[list[int]]:
+        mesh = mesh_of(2, 2)
+        found = []
+        for size in (8, 5):
+            placed = distribute_tensor(torch.arange(size), mesh, [StridedShard(0, 2), Shard(0)])
+            assert placed.full_tensor().tolist() == list(range(size))
+            found.append(placed.to_local().tolist())
+        return found
+
+    even, uneven = zip(*run_ranks(body, 4))
+    assert even == ([0, 1], [4, 5], [2, 3], [6, 7])
+    assert uneven == ([0, 1], [3], [2], [4])
+
+
+def test_distribute_tensor_makes_a_leaf_of_its_own() -> None:
+    def body() -> None:
+        whole = integers((4, 2)).requires_grad_()
+        for placement in (Shard(0), Replicate(), Partial()):
+            placed = distribute_tensor(whole, mesh_of(2), [placement])
+            assert placed.is_leaf
+            assert placed.requires_grad
+            with torch.no_grad():
+                placed.zero_()
+            assert torch.equal(whole, integers((4, 2)))
+
+    run_ranks(body, 2)
+
+
+def test_redistribution_refuses_another_mesh() -> None:
+    def body() -> None:
+        placed = spread(integers((4,)), Layout(mesh_of(2), [Shard(0)], (4,)))
+        other = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        with pytest.raises(ValueError, match="change the mesh"):
+            placed.redistribute(other, [Replicate()])
+
+    run_ranks(body, 2)
+
+
+# -- autograd ----------------------------------------------------------------------------------
+
+
+def test_to_local_can_declare_that_its_gradient_is_a_summand() -> None:
+    def body(rank: int) -> None:
+        layout = Layout(mesh_of(2), [Replicate()], (3,))
+        for declared, expected in ((None, rank + 1.0), ([Partial()], 3.0)):
+            placed = leaf(torch.ones(3), layout)
+            local = placed.to_local(grad_placements=declared)
+            (local * (rank + 1)).sum().backward()
+            assert placed.grad is not None
+            assert placed.grad.to_local().tolist() == [expected] * 3
+
+    run_ranks(body, 2)
+
+
+def test_a_replicated_weight_used_inside_sharded_heads_gets_the_whole_gradient() -> None:
+    """Case 9: the value is [8, 16] on both ranks, where local mixing gives [3, 6] and [5, 10]."""
+
+    def body() -> None:
+        mesh = mesh_of(2)
+        x = spread(torch.tensor([[1.0, 2.0]]), Layout(mesh, [Replicate()], (1, 2)))
+        wq = leaf(
+            torch.tensor([[1.0, 0], [0, 1], [1, 1], [2, 0]]), Layout(mesh, [Shard(0)], (4, 2))
+        )
+        for grad in (Replicate(), Partial()):
+            wk = leaf(torch.ones(1, 2), Layout(mesh, [Replicate()], (1, 2), [grad]))
+            ((x @ wq.T) * (x @ wk.T)).sum().backward()
+            assert wk.grad is not None
+            assert wk.grad.placements == (grad,)
+            assert wk.grad.full_tensor().tolist() == [[8, 16]]
+
+    run_ranks(body, 2)
+
+
+def test_arithmetic_of_a_pending_sum_with_numbers() -> None:
+    """Case 1."""
+
+    def body() -> None:
+        column = spread(torch.arange(10.0).view(10, 1), Layout(mesh_of(2), [Shard(0)], (10, 1)))
+        total = column.sum()
+        assert total.placements == (Partial(),)
+        found = [
+            total + 10,
+            total + torch.tensor(10.0),
+            total - 10,
+            10 - total,
+            total * 2,
+            total**2,
+            (total - 100).relu(),
+            total * total,
+        ]
+        assert [each.item() for each in found] == [55, 55, 35, -35, 90, 2025, 0, 2025]
+
+    run_ranks(body, 2)
+
+
+def test_grad_mode_is_the_ambient_one() -> None:
+    def body() -> None:
+        weight = leaf(integers((4,)), Layout(mesh_of(2), [Shard(0)], (4,)))
+        with torch.no_grad():
+            assert not (weight * 2).requires_grad
+            with torch.enable_grad():
+                assert (weight * 2).requires_grad
+
+    run_ranks(body, 2)
+
+
+def test_hooks_see_and_return_dtensor_gradients() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (5,))
+        weight, seen = leaf(integers((5,)), layout), []
+        weight.register_hook(lambda gradient: gradient * 3)
+        weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.grad.full_tensor()))
+        middle = weight * 2
+        middle.retain_grad()
+        middle.sum().backward()
+        assert seen[0].tolist() == [6.0] * 5
+        assert middle.grad is not None
+        assert middle.grad.layout == layout
+
+    run_ranks(body, 2)
+
+
+def test_autograd_grad_returns_dtensors() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (5,))
+        weight = leaf(integers((5,)), layout)
+        (first,) = torch.autograd.grad((weight**3).sum(), weight, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), [weight])
+        torch.testing.assert_close(second.full_tensor(), 6 * integers((5,)))
+
+    run_ranks(body, 2)
+
+
+def test_backward_of_a_replica_with_a_summed_gradient_seeds_the_whole_once() -> None:
+    def body() -> None:
+        weight = leaf(torch.ones(3), Layout(mesh_of(2), [Replicate()], (3,), [Partial()]))
+        loss = (weight * 2).sum()
+        assert loss.layout.grad_placements == (Partial(),)
+        loss.backward()
+        assert weight.grad is not None
+        assert weight.grad.full_tensor().tolist() == [2.0] * 3
+
+    run_ranks(body, 2)
+
+
+# -- parameters and optimizers -------------------------------------------------------------------
+
+
+def test_a_parameter_keeps_its_gradient_on_its_local_leaf() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Replicate()], (3,), [Partial()])
+        weight = parameter(torch.ones(3), layout)
+        assert isinstance(weight, nn.Parameter)
+        assert isinstance(weight, DTensor)
+        assert weight.is_leaf
+        assert weight.layout == layout
+        (weight * 2).sum().backward()
+        assert weight.grad.placements == (Partial(),)
+        assert weight.grad.to_local() is weight.to_local().grad
+        summed = weight.grad.redistribute(placements=[Replicate()])
+        weight.grad = summed
+        assert weight.grad.placements == (Replicate(),)
+        weight.grad = None
+        assert weight.to_local().grad is None
+        with pytest.raises(ValueError, match="the gradient of"):
+            weight.grad = spread(torch.ones(3), Layout(layout.mesh, [Shard(0)], (3,)))
+        with pytest.raises(TypeError, match="from_local"):
+            weight.grad = torch.ones(3)
+
+    run_ranks(body, 2)
+
+
+def _layouts() -> list[tuple[Layout, tuple[int, ...]]]:
+    """Uneven, empty, two axes, a mesh of its own, ragged."""
+    line, plane = mesh_of(4), mesh_of(2, 2)
+    return [
+        (Layout(line, [Shard(0)], (2, 4)), (2, 4)),
+        (Layout(line, [Shard(0)], (5, 3)), (5, 3)),
+        (Layout(plane, [StridedShard(0, 2), Shard(0)], (5,)), (5,)),
+        (Layout(plane, [Shard(1), Replicate()], (3, 3)), (3, 3)),
+        (Layout(line, [RaggedShard((0, 1), (0, 3, 1, 0))], (2, 4)), (2, 4)),
+        (Layout(line, [Replicate()], ()), ()),
+    ]
+
+
+OPTIMIZERS: list[Any] = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"lr": 0.1}),
+    (torch.optim.Adam, {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
+]
+
+
+@pytest.mark.parametrize("foreach", [False, True, None])
+@pytest.mark.parametrize(("optimizer", "options"), OPTIMIZERS)
+def test_optimizers_do_on_shards_what_they_do_on_whole_tensors(
+    optimizer: Any, options: dict[str, Any], foreach: bool | None
+) -> None:
+    """Case 15: uneven and empty shards, parameters of several meshes in one optimizer."""
+
+    def body() -> None:
+        pairs = _layouts()
+        dense = [nn.Parameter(integers(shape, i)) for i, (_, shape) in enumerate(pairs)]
+        placed = [parameter(w.detach(), layout) for w, (layout, _) in zip(dense, pairs)]
+        ours = optimizer(placed, foreach=foreach, **options)
+        theirs = optimizer(dense, foreach=foreach, **options)
+        for step in range(3):
+            for i, (one, other) in enumerate(zip(dense, placed)):
+                one.grad = integers(one.shape, 100 + i + step)
+                other.grad = spread(one.grad, other.grad_layout)
+            norms = [
+                nn.utils.clip_grad_norm_(each, 2.0, foreach=foreach) for each in (dense, placed)
+            ]
+            torch.testing.assert_close(torch.as_tensor(norms[1].item()), norms[0].detach().float())
+            theirs.step()
+            ours.step()
+            for one, other in zip(dense, placed):
+                torch.testing.assert_close(other.detach().full_tensor(), one.detach())
+            ours.zero_grad()
+            theirs.zero_grad()
+        assert all(each.grad is None for each in placed)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_the_norm_of_gradients_on_several_meshes_is_the_global_one(
+    order: float, foreach: bool
+) -> None:
+    """Case 37, with a plain tensor among them."""
+
+    def body() -> None:
+        plane, line = mesh_of(2, 2), mesh_of(4)
+        a = torch.full((8,), 3.0)
+        b = torch.cat([torch.full((4,), 2.0), torch.full((4,), 4.0)])
+        c = torch.ones(2)
+        tensors = [
+            spread(a, Layout(line, [Shard(0)], (8,))),
+            spread(b, Layout(plane, [StridedShard(0, 2), Shard(0)], (8,))),
+            c,
+        ]
+        for chosen in ((0, 1), (0, 2), (0, 1, 2)):
+            whole = [(a, b, c)[i] for i in chosen]
+            expected = nn.utils.get_total_norm(whole, order)
+            found = nn.utils.get_total_norm([tensors[i] for i in chosen], order, foreach=foreach)
+            torch.testing.assert_close(torch.tensor(found.item()), expected)
+        if order == 2.0:
+            assert math.isclose(
+                nn.utils.get_total_norm(tensors[:2], foreach=foreach).item(),
+                12.328828,
+                rel_tol=1e-6,
+            )
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_clipping_scales_gradients_of_every_mesh_and_plain_ones(foreach: bool) -> None:
+    def body() -> None:
+        plane, line = mesh_of(2, 2), mesh_of(4)
+        weights: list[Any] = [
+            parameter(torch.zeros(8), Layout(line, [Shard(0)], (8,))),
+            parameter(torch.zeros(8), Layout(plane, [StridedShard(0, 2), Shard(0)], (8,))),
+            nn.Parameter(torch.zeros(2)),
+        ]
+        for weight in weights:
+            value = torch.full(weight.shape, 3.0)
+            placed = isinstance(weight, DTensor)
+            weight.grad = spread(value, weight.layout) if placed else value
+        norm = nn.utils.clip_grad_norm_(weights, 1.0, foreach=foreach)
+        expected = 3.0 / (norm.item() + 1e-6)
+        for weight in weights:
+            gradient = weight.grad
+            whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(whole, torch.full(weight.shape, expected))
+
+    run_ranks(body, 4)
+
+
+def test_scalars_of_a_smaller_mesh_must_agree_on_its_copies() -> None:
+    def body(rank: int) -> None:
+        plane = mesh_of(2, 2)
+        whole = spread(torch.ones(4), Layout(plane, [Shard(0), Replicate()], (4,)))
+        same = spread(torch.ones(4), Layout(plane["dp"], [Shard(0)], (4,)))
+        assert nn.utils.get_total_norm([whole, same]).item() == pytest.approx(math.sqrt(8))
+        expert = spread(torch.ones(4) * (1 + rank % 2), Layout(plane["dp"], [Shard(0)], (4,)))
+        with pytest.raises(OperatorError, match="differ between its copies"):
+            nn.utils.get_total_norm([whole, expert])
+
+    run_ranks(body, 4)
+
+
+def test_norms_of_one_mesh_take_one_reduction_for_all_tensors() -> None:
+    def body() -> int:
+        mesh = mesh_of(2)
+        tensors = [spread(integers((5, 3), i), Layout(mesh, [Shard(0)], (5, 3))) for i in range(7)]
+        nn.utils.get_total_norm(tensors)
+        with ledger() as log:
+            nn.utils.get_total_norm(tensors)
+        return len(log.records)
+
+    assert run_ranks(body, 2) == [1, 1]
+
+
+def test_optimizer_steps_communicate_nothing() -> None:
+    def body() -> int:
+        weight = parameter(integers((5, 3)), Layout(mesh_of(2), [Shard(0)], (5, 3)))
+        optimizer = torch.optim.AdamW([weight], lr=0.1)
+        with ledger() as log:
+            weight.grad = spread(integers((5, 3), 1), weight.layout)
+            optimizer.step()
+        return len(log.records)
+
+    assert run_ranks(body, 2) == [0, 0]
+
+
+def test_gradient_scaling_finds_on_every_rank_what_is_not_finite_on_one() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (4,))
+        weight = parameter(torch.zeros(4), layout)
+        for bad in (False, True):
+            value = torch.tensor([1.0, 1.0, 1.0, math.inf if bad else 1.0])
+            weight.grad = spread(value, layout)
+            found = torch.zeros(1)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                [weight.grad], found, torch.tensor(0.5)
+            )
+            assert found.item() == float(bad)
+            assert weight.grad.full_tensor()[0] == 0.5
+
+    run_ranks(body, 2)
+
+
+def test_grad_scaler_skips_the_step_on_every_rank_when_one_overflows() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (4,))
+        weight = parameter(torch.zeros(4), layout)
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+        for last, expected in ((math.inf, 0.0), (2.0, -1.0)):
+            scaler.scale(torch.ones(()))
+            scale = scaler.get_scale()
+            weight.grad = spread(torch.tensor([scale, scale, scale, last * scale / 2]), layout)
+            scaler.step(optimizer)
+            scaler.update()
+            assert weight.detach().full_tensor()[0] == expected
+
+    run_ranks(body, 2)
+
+
+# -- values --------------------------------------------------------------------------------------
+
+
+def test_scalars_are_the_global_value() -> None:
+    def body() -> None:
+        mesh = mesh_of(2)
+        total = spread(torch.arange(4.0), Layout(mesh, [Shard(0)], (4,))).sum()
+        assert (total.item(), float(total), int(total), bool(total > 5)) == (6, 6, 6, True)
+        assert f"{total:.2f}" == "6.00"
+        with pytest.raises(RuntimeError, match="4 elements"):
+            float(spread(torch.arange(4.0), Layout(mesh, [Shard(0)], (4,))))
+
+    run_ranks(body, 2)
+
+
+def test_printing_shows_values_only_where_every_rank_holds_them() -> None:
+    def body() -> None:
+        mesh = mesh_of(2)
+        whole = spread(torch.arange(4.0), Layout(mesh, [Replicate()], (4,)))
+        part = spread(torch.arange(4.0), Layout(mesh, [Shard(0)], (4,)))
+        assert "tensor([0., 1., 2., 3.])" in repr(whole)
+        assert repr(part) == "DTensor(Layout([4] (S(0)) on tp=2), dtype=torch.float32)"
+        assert whole.tolist() == [0, 1, 2, 3]
+        for read in (part.tolist, part.numpy):
+            with pytest.raises(OperatorError, match="full_tensor"):
+                read()
+
+    run_ranks(body, 2)
+
+
+# -- copies --------------------------------------------------------------------------------------
+
+
+def test_copies_of_parameters_are_parameters_with_their_own_memory_and_gradient() -> None:
+    def body() -> None:
+        weight = parameter(integers((5, 2)), Layout(mesh_of(2), [Shard(0)], (5, 2)))
+        weight.grad = spread(integers((5, 2), 1), weight.layout)
+        module = nn.Module()
+        module.weight, module.same = weight, weight
+        twin = copy.deepcopy(module)
+        assert isinstance(twin.weight, nn.Parameter)
+        assert twin.weight is twin.same
+        assert twin.weight.layout == weight.layout
+        with torch.no_grad():
+            twin.weight.zero_()
+            twin.weight.grad.zero_()
+        assert torch.equal(weight.detach().full_tensor(), integers((5, 2)))
+        assert torch.equal(weight.grad.full_tensor(), integers((5, 2), 1))
+
+    run_ranks(body, 2)
+
+
+def test_a_dtensor_is_pickled_with_its_layout() -> None:
+    def body() -> None:
+        weight = parameter(integers((5, 2)), Layout(mesh_of(2), [Shard(0)], (5, 2)))
+        buffer = io.BytesIO()
+        torch.save(weight, buffer)
+        buffer.seek(0)
+        again = torch.load(buffer, weights_only=False)
+        assert isinstance(again, nn.Parameter)
+        assert again.placements == weight.placements
+        assert torch.equal(again.to_local(), weight.to_local())
+
+    run_ranks(body, 2)
+
+
+def test_a_module_is_cast_to_another_dtype() -> None:
+    def body() -> None:
+        module = nn.Module()
+        module.weight = parameter(integers((5, 2)), Layout(mesh_of(2), [Shard(0)], (5, 2)))
+        module.to(torch.bfloat16)
+        assert module.weight.dtype == module.weight.to_local().dtype == torch.bfloat16
+        assert isinstance(module.weight, nn.Parameter)
+        module.float()
+        assert module.weight.dtype == torch.float32
+
+    run_ranks(body, 2)
+
+
+def test_a_state_dict_is_loaded_and_a_copy_follows_the_target_s_layout() -> None:
+    def body() -> None:
+        mesh = mesh_of(2)
+        module, other = nn.Module(), nn.Module()
+        module.weight = parameter(integers((5, 2)), Layout(mesh, [Shard(0)], (5, 2)))
+        other.weight = parameter(integers((5, 2), 1), Layout(mesh, [Shard(1)], (5, 2)))
+        module.load_state_dict(other.state_dict())
+        assert module.weight.placements == (Shard(0),)
+        assert torch.equal(module.weight.detach().full_tensor(), integers((5, 2), 1))
+
+    run_ranks(body, 2)
