@@ -1,0 +1,167 @@
+"""Contracts of every kind of boundary, exactly."""
+
+import pytest
+from planner_models import model
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from hp_dtensor.placements import SectionedShard
+from hp_dtensor.plan import BoundaryKind, Contract, LocalAttribute, RegionKind
+from hp_planner import plan
+
+R = Contract()
+SUMMED = Contract({}, {"tp": Partial()})
+P = Contract({"tp": Partial()})
+
+
+def cut(dim):
+    return Contract({"tp": Shard(dim)})
+
+
+def flow(spec):
+    """Inputs and outputs that carry a layout: name to (outside, inside)."""
+    tensors = (*spec.inputs, *spec.outputs)
+    return {t.where: (t.outside, t.inside) for t in tensors if not t.plain}
+
+
+def plain(spec):
+    return [t.where for t in spec.inputs if t.plain]
+
+
+@pytest.fixture(scope="module")
+def moe():
+    return plan(model("qwen3_moe", mlp_only_layers=[1]), {"dp_shard": 2, "tp": 2})
+
+
+def test_parameters_with_sequence_parallelism(moe):
+    expected = {
+        "model.embed_tokens.weight": cut(0),
+        "model.layers.0.self_attn.q_proj.weight": cut(0),
+        "model.layers.0.self_attn.k_proj.weight": cut(0),
+        "model.layers.0.self_attn.v_proj.weight": cut(0),
+        "model.layers.0.self_attn.o_proj.weight": cut(1),
+        "model.layers.0.self_attn.q_norm.weight": SUMMED,
+        "model.layers.0.self_attn.k_norm.weight": SUMMED,
+        "model.layers.0.mlp.gate.weight": SUMMED,
+        "model.layers.0.mlp.experts.gate_up_proj": Contract({"tp": SectionedShard(1, (32, 32))}),
+        "model.layers.0.mlp.experts.down_proj": cut(2),
+        "model.layers.0.input_layernorm.weight": SUMMED,
+        "model.layers.0.post_attention_layernorm.weight": SUMMED,
+        "model.layers.1.mlp.gate_proj.weight": cut(0),
+        "model.layers.1.mlp.up_proj.weight": cut(0),
+        "model.layers.1.mlp.down_proj.weight": cut(1),
+        "model.norm.weight": SUMMED,
+        "lm_head.weight": cut(0),
+    }
+    assert {name: moe.parameter(name).contract for name in expected} == expected
+
+
+def test_boundaries_with_sequence_parallelism(moe):
+    stream = cut(1)
+    block = {"hidden_states": (stream, SUMMED), "": (stream, P)}
+    expected = {
+        "": (BoundaryKind.MODEL, {}),
+        "model.embed_tokens": (BoundaryKind.EMBEDDING, {"": (R, P)}),
+        "model.layers.0": (
+            BoundaryKind.LAYER,
+            {"hidden_states": (R, stream), "": (stream, stream)},
+        ),
+        "model.layers.1": (
+            BoundaryKind.LAYER,
+            {"hidden_states": (stream, stream), "": (stream, stream)},
+        ),
+        "model.layers.0.self_attn": (
+            BoundaryKind.ATTENTION,
+            {"hidden_states": (stream, SUMMED), "0": (stream, P)},
+        ),
+        "model.layers.0.mlp": (BoundaryKind.MOE, block),
+        "model.layers.0.mlp.experts": (
+            BoundaryKind.EXPERTS,
+            {
+                "hidden_states": (SUMMED, SUMMED),
+                "top_k_weights": (SUMMED, SUMMED),
+                "": (P, P),
+            },
+        ),
+        "model.layers.1.mlp": (BoundaryKind.MLP, {"x": (stream, SUMMED), "": (stream, P)}),
+        "model.layers.0.input_layernorm": (
+            BoundaryKind.NORM,
+            {"hidden_states": (stream, stream), "": (stream, stream)},
+        ),
+        "model.norm": (
+            BoundaryKind.NORM,
+            {"hidden_states": (stream, stream), "": (SUMMED, stream)},
+        ),
+        "lm_head": (BoundaryKind.HEAD, {"input": (SUMMED, SUMMED), "": (R, cut(2))}),
+    }
+    found = {name: moe.boundary(name) for name in expected}
+    assert {name: (spec.kind, flow(spec)) for name, spec in found.items()} == expected
+
+
+def test_plain_inputs_are_ids_masks_and_position_tables(moe):
+    assert plain(moe.boundary("")) == ["input_ids", "labels", "position_ids", "attention_mask"]
+    assert plain(moe.boundary("model.embed_tokens")) == ["input"]
+    assert plain(moe.boundary("model.layers.0.self_attn")) == [
+        "position_embeddings",
+        "attention_mask",
+    ]
+    assert plain(moe.boundary("model.layers.0.mlp.experts")) == ["top_k_index"]
+
+
+def test_experts_are_an_opaque_region_with_their_size_localised(moe):
+    spec = moe.boundary("model.layers.0.mlp.experts")
+    assert spec.region is not None
+    assert spec.region.kind is RegionKind.OPAQUE
+    assert spec.localize == (LocalAttribute("intermediate_dim", "tp", 32),)
+
+
+def test_without_sequence_parallelism_the_stream_is_whole():
+    made = plan(model("qwen3"), {"tp": 2}, sequence_parallel=False)
+    assert flow(made.boundary("model.layers.0")) == {"hidden_states": (R, R), "": (R, R)}
+    assert flow(made.boundary("model.layers.1.self_attn")) == {
+        "hidden_states": (R, SUMMED),
+        "0": (R, P),
+    }
+    assert flow(made.boundary("model.layers.1.mlp")) == {"x": (R, SUMMED), "": (R, P)}
+    assert flow(made.boundary("model.norm")) == {"hidden_states": (R, R), "": (R, R)}
+    assert flow(made.boundary("lm_head")) == {"input": (R, SUMMED), "": (R, cut(2))}
+    assert made.parameter("model.norm.weight").contract == R
+    assert made.parameter("model.layers.0.self_attn.q_norm.weight").contract == SUMMED
+
+
+def test_a_base_model_without_head_ends_whole_with_a_whole_gradient():
+    made = plan(model("llama").model, {"tp": 2})
+    assert flow(made.boundary("norm")) == {"hidden_states": (cut(1), cut(1)), "": (R, cut(1))}
+
+
+def test_an_output_projection_with_bias_is_cut_by_rows_so_the_bias_is_added_once():
+    made = plan(model("llama", attention_bias=True, mlp_bias=True), {"tp": 2})
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        full = f"model.layers.0.{name}"
+        assert made.parameter(f"{full}.weight").contract == cut(0)
+        assert made.parameter(f"{full}.bias").contract == cut(0)
+        assert flow(made.boundary(full)) == {"input": (cut(2), SUMMED), "": (cut(2), cut(2))}
+    assert flow(made.boundary("model.layers.0.mlp"))[""] == (cut(1), cut(2))
+
+
+def test_a_shared_expert_returns_a_summand_beside_the_routed_ones():
+    made = plan(model("qwen2_moe"), {"tp": 2})
+    assert flow(made.boundary("model.layers.0.mlp.shared_expert")) == {
+        "x": (SUMMED, SUMMED),
+        "": (P, P),
+    }
+    assert made.parameter("model.layers.0.mlp.shared_expert_gate.weight").contract == SUMMED
+
+
+def test_one_tensor_parallel_rank_replicates_everything_and_needs_no_boundary():
+    for mesh in ({"dp_shard": 4}, {"dp_shard": 4, "tp": 1}):
+        made = plan(model("gpt2"), mesh)
+        assert made.boundaries == ()
+        assert {spec.contract for spec in made.parameters} == {R}
+        assert len(made.parameters) == len(list(model("gpt2").parameters()))
+
+
+def test_a_replicated_gradient_is_default_only_where_every_rank_computes_all_of_it(moe):
+    """A whole gradient on a replicated parameter would be one rank's part of the sequence."""
+    replicated = [s for s in moe.parameters if isinstance(s.contract.placement("tp"), Replicate)]
+    assert replicated
+    assert all(isinstance(s.contract.grad_placement("tp"), Partial) for s in replicated)
