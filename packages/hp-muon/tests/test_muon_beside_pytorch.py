@@ -6,10 +6,6 @@ import copy
 
 import pytest
 import torch
-from hp_muon import Muon
-from hp_muon.reference import DenseMuon
-from hp_platform import ledger
-from hp_platform.testing import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +14,11 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+
+from hp_muon import Muon
+from hp_muon.reference import DenseMuon
+from hp_platform import ledger
+from hp_platform.testing import run_ranks
 
 ARGUMENTS = {"ns_dtype": torch.float32, "weight_decay": 0.1}
 STEPS = 3

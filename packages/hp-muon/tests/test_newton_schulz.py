@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hp_muon.errors import MuonError
-from hp_muon.newton_schulz import COEFFICIENTS, newton_schulz
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from hp_muon.errors import MuonError
+from hp_muon.newton_schulz import COEFFICIENTS, newton_schulz
 
 NAMES = sorted(COEFFICIENTS)
 

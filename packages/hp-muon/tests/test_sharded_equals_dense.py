@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+
 from hp_dtensor import (
     Layout,
     RaggedShard,
@@ -18,9 +23,6 @@ from hp_dtensor import (
 from hp_muon import MatrixView, Muon
 from hp_muon.reference import DenseMuon
 from hp_platform.testing import run_ranks
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 MESHES = {2: [(2,)], 4: [(4,), (2, 2)]}
 NAMES = ("dp", "tp")
@@ -68,7 +70,7 @@ def draw_placements(draw, shape, sizes):
             else:
                 cuts = sorted(draw(st.integers(0, shape[0])) for _ in range(size - 1))
                 edges = [0, *cuts, shape[0]]
-                placements.append(RaggedShard((0,), [b - a for a, b in zip(edges, edges[1:])]))
+                placements.append(RaggedShard((0,), [b - a for a, b in pairwise(edges)]))
         else:
             placements.append(Replicate())
     return tuple(placements)

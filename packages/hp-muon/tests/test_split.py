@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
+from torch import nn
+
 from hp_dtensor import AbstractMesh, Layout, Replicate, Shard, attach_layout
 from hp_muon import MuonError, split_parameters
 from hp_muon.split import Role, choose
-from torch import nn
 
 
 class Experts(nn.Module):
@@ -119,6 +120,8 @@ def test_a_sharded_model_is_split_as_the_unsharded_one():
 
 
 def test_a_module_called_output_is_a_head_only_at_the_top():
-    model = nn.ModuleDict({"mid": nn.ModuleDict({"output": nn.Linear(2, 2)}), "output": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"mid": nn.ModuleDict({"output": nn.Linear(2, 2)}), "output": nn.Linear(2, 2)}
+    )
     muon, _ = split_parameters(model)
     assert names(muon) == ["mid.output.weight"]

@@ -7,14 +7,15 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hp_muon import Muon, MuonError
-from hp_muon.reference import DenseMuon
-from hp_platform.testing import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+from hp_muon import Muon, MuonError
+from hp_muon.reference import DenseMuon
+from hp_platform.testing import run_ranks
 
 ARGUMENTS = {"lr": 0.05, "ns_dtype": torch.float32}
 
@@ -84,7 +85,9 @@ def test_a_checkpoint_continues_on_another_mesh(
         model = sharded(mesh_of(3, 1))
         optimizer = Muon(groups(model), **ARGUMENTS)
         train(model, optimizer, range(2))
-        dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
+        dcp.save(
+            {"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path
+        )
 
     def load():
         model = sharded(mesh_of(target_world, target_replicas))
@@ -112,7 +115,9 @@ def test_a_replicated_checkpoint_loads_into_one_process(tmp_path):
         model = sharded(mesh_of(4, 2))
         optimizer = Muon(groups(model), **ARGUMENTS)
         train(model, optimizer, range(2))
-        dcp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path)
+        dcp.save(
+            {"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path
+        )
 
     def load():
         model = make_model()

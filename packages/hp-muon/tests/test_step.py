@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+
 from hp_dtensor import Layout, Replicate, Shard, attach_layout
 from hp_muon import Muon, newton_schulz
 from hp_platform import Tier, Topology, ledger
 from hp_platform.testing import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 SHAPES = [(8, 6), (8, 6), (6, 12), (5, 5), (3, 4, 6)]
 
@@ -43,9 +44,7 @@ def counting(log):
 @pytest.mark.ranks
 def test_experts_sharded_on_the_expert_dim_are_stepped_without_any_collective():
     stack = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[0.0, 1.0], [1.0, 0.0]]])
-    expected = torch.tensor(
-        [[[-0.6807, 0.8255], [0.7413, 0.2594]], [[0.0, 1.1081], [1.1081, 0.0]]]
-    )
+    expected = torch.tensor([[[-0.6807, 0.8255], [0.7413, 0.2594]], [[0.0, 1.1081], [1.1081, 0.0]]])
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hp_dtensor import AbstractMesh
-from hp_platform import MeshAxis, Topology, agree
-
 from hp_muon.errors import MuonError
 from hp_muon.relay import hops
 from hp_muon.step import Channel
 from hp_muon.step_plan import Batch, Domain, ReplicaAxis, StepPlan
+from hp_platform import MeshAxis, Topology, agree
 
 
 class Channels:
@@ -78,9 +77,7 @@ class Channels:
             self._axes.append((domain.mesh, replica.axis, replica.members, found))
         return found
 
-    def _known(
-        self, domain: Domain, axis: int, members: Sequence[int] | None
-    ) -> MeshAxis | None:
+    def _known(self, domain: Domain, axis: int, members: Sequence[int] | None) -> MeshAxis | None:
         for mesh, index, subgroup, found in self._axes:
             if mesh == domain.mesh and index == axis and subgroup == members:
                 return found

@@ -16,9 +16,9 @@ from types import EllipsisType
 
 import torch
 from attrs import frozen
-from hp_dtensor import Layout
 from torch import Tensor
 
+from hp_dtensor import Layout
 from hp_muon.errors import MuonError
 from hp_muon.views import ResolvedView
 
@@ -77,7 +77,7 @@ class Geometry:
     pieces: tuple[ShardPiece, ...]
     own: int
 
-    @property
+    @functools.cached_property
     def count(self) -> int:
         """Number of matrices the cutting group holds."""
         return self.view.count

@@ -11,12 +11,11 @@ from typing import Any, overload
 
 import torch
 import torch.distributed as dist
-from hp_dtensor import Layout, layout_of
-from hp_platform import Topology
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
+from hp_dtensor import layout_of
 from hp_muon.channels import Channels
 from hp_muon.errors import MuonError
 from hp_muon.newton_schulz import DEFAULT_EPS, coefficient_set, newton_schulz
@@ -25,6 +24,7 @@ from hp_muon.state import from_owner, local_tensor, to_local_state, with_layout_
 from hp_muon.step import Hyperparameters, StepRun, Workspace, muon_step
 from hp_muon.step_plan import Batch, Entry, Orthogonalization, StepPlan, build_plan
 from hp_muon.views import MatrixView, ResolvedView
+from hp_platform import Topology
 
 Views = Mapping[str, MatrixView]
 MOMENTUM = "momentum_buffer"
@@ -67,6 +67,11 @@ class Muon(Optimizer):
     Raises:
         MuonError: an argument, view or parameter cannot be used; nothing has been communicated.
     """
+
+    _plan: StepPlan | None
+    _channels: Channels | None
+    _workspace: Workspace
+    _signature: tuple[Any, ...] | None
 
     def __init__(
         self,
@@ -212,7 +217,6 @@ class Muon(Optimizer):
         channels = Channels(plan, topology)
         channels.agree(plan)
         self._plan, self._channels, self._workspace = plan, channels, Workspace()
-        self._layouts = {entry.index: entry.layout for entry in entries}
         parameters = self._parameters()
         for index, momentum in momenta.items():
             self.state[parameters[index]][MOMENTUM] = momentum
@@ -249,11 +253,10 @@ class Muon(Optimizer):
         return entries
 
     def _forget_plan(self) -> None:
-        self._plan: StepPlan | None = None
-        self._channels: Channels | None = None
+        self._plan = None
+        self._channels = None
         self._workspace = Workspace()
-        self._signature: tuple[Any, ...] | None = None
-        self._layouts: dict[int, Layout | None] = {}
+        self._signature = None
 
     def _parameters(self) -> list[Tensor]:
         return list(chain.from_iterable(group["params"] for group in self.param_groups))
@@ -447,8 +450,8 @@ class Muon(Optimizer):
             for current, saved in zip(self.param_groups, saved_groups)
         ]
         self.__setstate__({"state": loaded, "param_groups": groups})
-        if self.plan is not None:
-            self._drop_foreign_momenta()
+        assert self.plan is not None  # built here, by all ranks together, if it is not yet
+        self._drop_foreign_momenta()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -12,10 +12,10 @@ import heapq
 from collections.abc import Sequence
 
 import torch
-from hp_platform import Topology, TopologyError
 from torch import Tensor
 
 from hp_muon.errors import MuonError
+from hp_platform import Topology, TopologyError
 
 
 def newton_schulz_cost(rows: int, cols: int, steps: int) -> float:

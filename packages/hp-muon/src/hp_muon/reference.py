@@ -7,6 +7,7 @@ Newton-Schulz iteration itself, which has its own tests.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -44,11 +45,15 @@ class DenseMuon:
     ) -> None:
         self.matrices, self.others = list(matrices), list(others)
         self.lr, self.mu, self.nesterov, self.wd = lr, momentum, nesterov, weight_decay
-        self.iteration = {"steps": ns_steps, "coefficients": coefficients, "dtype": ns_dtype}
+        self.iterate = functools.partial(
+            newton_schulz, steps=ns_steps, coefficients=coefficients, dtype=ns_dtype
+        )
+        self.dtype = ns_dtype
         self.scale, self.views = scale, list(views or [None] * len(self.matrices))
         self.momenta = [torch.zeros_like(p, dtype=torch.float32) for p in self.matrices]
-        arguments = {"lr": adamw_lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.adamw = torch.optim.AdamW(self.others, **arguments) if self.others else None
+        self.adamw = None
+        if self.others:
+            self.adamw = torch.optim.AdamW(self.others, adamw_lr, betas, eps, weight_decay)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -57,7 +62,7 @@ class DenseMuon:
                 continue
             momentum.mul_(self.mu).add_(parameter.grad)
             update = parameter.grad + self.mu * momentum if self.nesterov else momentum
-            update = self._orthogonalize(update.to(self.iteration["dtype"]), view)
+            update = self._orthogonalize(update.to(self.dtype), view)
             parameter.mul_(1 - self.lr * self.wd).sub_(self.lr * update)
         if self.adamw is not None:
             self.adamw.step()
@@ -77,4 +82,4 @@ class DenseMuon:
         rows, cols = matrix.shape
         rms = self.scale == "match_rms_adamw"
         factor = 0.2 * math.sqrt(max(rows, cols)) if rms else math.sqrt(max(1, rows / cols))
-        return factor * newton_schulz(matrix, **self.iteration).float()
+        return factor * self.iterate(matrix).float()

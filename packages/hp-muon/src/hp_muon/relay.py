@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from attrs import frozen
-from hp_platform import Handle, MeshAxis, Origin, all_gather, broadcast
 from torch import Tensor
+
+from hp_platform import Handle, MeshAxis, Origin, all_gather, broadcast
 
 
 @frozen(eq=False)

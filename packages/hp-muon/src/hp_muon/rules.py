@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ def update_scale(scale: str, rows: int, cols: int) -> float:
 
 
 def accumulate(
-    momenta: Sequence[Tensor], gradients: Sequence[Tensor], momentum: float, nesterov: bool
+    momenta: list[Tensor], gradients: list[Tensor], momentum: float, nesterov: bool
 ) -> list[Tensor]:
     """m <- mu m + g in place; returns the input of Newton-Schulz, g + mu m or m.
 
@@ -46,14 +45,14 @@ def accumulate(
     torch._foreach_mul_(momenta, momentum)
     torch._foreach_add_(momenta, gradients)
     if not nesterov:
-        return list(momenta)
+        return momenta
     inputs = torch._foreach_mul(momenta, momentum)
     torch._foreach_add_(inputs, gradients)
     return list(inputs)
 
 
 def apply_updates(
-    parameters: Sequence[Tensor], updates: Sequence[Tensor], lr: float, decay: float, scale: float
+    parameters: list[Tensor], updates: list[Tensor], lr: float, decay: float, scale: float
 ) -> None:
     """p <- p (1 - lr decay) - lr scale update, in place, with decoupled weight decay."""
     if not parameters:

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attrs import frozen
-from hp_dtensor import layout_of
 from torch import Tensor, nn
 
+from hp_dtensor import layout_of
 from hp_muon.errors import MuonError
 
 _logger = logging.getLogger("hp_muon")

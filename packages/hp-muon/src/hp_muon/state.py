@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hp_dtensor import Layout
-from hp_platform import MeshAxis, Origin, broadcast
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from hp_dtensor import Layout
 from hp_muon.errors import MuonError
+from hp_platform import MeshAxis, Origin, broadcast
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ def with_layout_of(parameter: Tensor, layout: Layout | None, local: Tensor) -> T
             shape=torch.Size(layout.shape),
             stride=torch.empty(layout.shape, device="meta").stride(),
         )
-    from hp_dtensor import DTensor
+    from hp_dtensor import DTensor  # loads the operator rules, which Muon itself does without
 
     return DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape)
 

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from attrs import define, field, frozen
-from hp_platform import Origin, aligned_empty
 from torch import Tensor
 
 from hp_muon.relay import Hop, Relay, gather
 from hp_muon.rules import accumulate, apply_updates, update_scale
 from hp_muon.step_plan import Batch, Member, Part, StepPlan
+from hp_platform import Origin, aligned_empty
 
 
 @frozen

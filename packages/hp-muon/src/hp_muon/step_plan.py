@@ -9,6 +9,7 @@ without process groups.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import math
 from collections.abc import Sequence
@@ -17,19 +18,18 @@ from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
-from hp_dtensor import AbstractMesh, Layout
-from hp_platform import BufferLayout, Topology, pad_to_alignment
 
+from hp_dtensor import AbstractMesh, Layout
 from hp_muon.grouping import Coordinate, Geometry, geometry_of, whole
 from hp_muon.owners import newton_schulz_cost, replica_subgroups, share_out, spread
 from hp_muon.views import ResolvedView
+from hp_platform import BufferLayout, Topology, pad_to_alignment
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MAX_BATCH_ELEMENTS = 2**29
-"""Elements of a batch's gathered matrices over all ranks' memory: one rank's staging buffer holds
-at most this many over the shard-group size, unless a single parameter is larger."""
+"""Cap on the elements of a batch's matrices, over the shard-group size; see `batch_capacity`."""
 
 
 @frozen
@@ -191,16 +191,22 @@ class Batch:
     def own(self) -> Part:
         return self.parts[self.domain.replica_rank]
 
+    @property
+    def matrices_here(self) -> int:
+        """Matrices this rank is compute owner of."""
+        bounds, rank = self.own.bounds, self.domain.shard_rank
+        return bounds[rank + 1] - bounds[rank]
+
     def __str__(self) -> str:
         part = self.own
         members = sum(len(part.members) for part in self.parts)
         staged = sum(layout.total for layout in part.segments)
-        shares = "/".join(str(stop - start) for start, stop in pairwise(part.bounds))
+        shares = [stop - start for start, stop in pairwise(part.bounds)]
         gathered = staged * self.orthogonalization.dtype.itemsize
         return (
             f"{self.rows:>6} x {self.cols:<6} {members:>5} parameters  {self.domain.label:<28} "
-            f"this replica {part.count:>5} matrices, by compute owner {shares}; "
-            f"gathers {gathered} bytes"
+            f"this replica {part.count:>5} matrices, {min(shares)} to {max(shares)} a compute "
+            f"owner; staging {gathered} bytes"
         )
 
 
@@ -236,10 +242,9 @@ class StepPlan:
     def operations(self) -> float:
         """Newton-Schulz floating-point operations of this rank in a step."""
         return sum(
-            (batch.own.bounds[s + 1] - batch.own.bounds[s])
+            batch.matrices_here
             * newton_schulz_cost(batch.rows, batch.cols, batch.orthogonalization.steps)
             for batch in self.batches
-            for s in (batch.domain.shard_rank,)
         )
 
     def __str__(self) -> str:
@@ -284,11 +289,7 @@ def build_plan(
             str(entry.orthogonalization),
         )
         classes.setdefault(key, []).append((entry, geometry))
-    batches = [
-        batch
-        for key in sorted(classes)
-        for batch in builder.batches(classes[key])
-    ]
+    batches = [batch for key in sorted(classes) for batch in builder.batches(classes[key])]
     owned = frozenset(member.index for batch in batches for member in batch.own.members)
     agreed = "\n".join(
         [
@@ -344,9 +345,7 @@ class _Builder:
         coord = layout.coordinate(self.coordinate)
         replica_axes = self._replica_axes(layout, geometry, coord) if self.deduplicate else ()
         cut = " x ".join(names[axis] for axis in geometry.cutting) or "-"
-        spread_over = " x ".join(
-            f"{names[axis.axis]}:{len(axis.members)}" for axis in replica_axes
-        )
+        spread_over = " x ".join(f"{names[axis.axis]}:{len(axis.members)}" for axis in replica_axes)
         mesh_label = f"mesh{number} " if number else ""
         return Domain(
             label=f"{mesh_label}cut by {cut}, owners over {spread_over or '-'}",
@@ -383,10 +382,11 @@ class _Builder:
             domain.label, [[0.0] * domain.shard_size for _ in range(domain.replica_size)]
         )
         owners = spread([g.count * cost for _, g in entries], [sum(line) for line in loads])
+        capacity = batch_capacity(first.view.rows * first.view.cols, domain.shard_size)
         lists: list[list[list[tuple[Entry, Geometry]]]] = []
         for replica in range(domain.replica_size):
             mine = [pair for pair, owner in zip(entries, owners) if owner == replica]
-            lists.append(_capped(mine, MAX_BATCH_ELEMENTS // domain.shard_size))
+            lists.append(_capped(mine, capacity))
         batches = []
         for slot in range(max(len(chunks) for chunks in lists)):
             parts = tuple(
@@ -443,30 +443,47 @@ class _Builder:
         )
 
 
+def batch_capacity(area: int, shard_size: int) -> int:
+    """Matrices of `area` elements in a batch, unless one parameter alone has more.
+
+    The paper caps a batch at 2^29 elements over the shard-group size. Two things are added. A
+    batch smaller than the shard group would leave compute owners idle while the next gather
+    waits for the busy ones, so a batch holds one matrix per owner as long as all of it stays
+    below 2^29 elements; and it holds whole rounds, the same number for every owner.
+    """
+    if area == 0:
+        return 1
+    cap = max(MAX_BATCH_ELEMENTS // shard_size, min(shard_size * area, MAX_BATCH_ELEMENTS))
+    capacity = max(cap // area, 1)
+    return capacity - capacity % shard_size if capacity > shard_size else capacity
+
+
 def _capped(
-    pairs: Sequence[tuple[Entry, Geometry]], cap: int
+    pairs: Sequence[tuple[Entry, Geometry]], capacity: int
 ) -> list[list[tuple[Entry, Geometry]]]:
-    """Cuts a list of parameters where their matrices together exceed `cap` elements."""
+    """Cuts a list of parameters where they would hold more than `capacity` matrices together."""
     chunks: list[list[tuple[Entry, Geometry]]] = []
     filled = 0
     for entry, geometry in pairs:
-        numel = math.prod(geometry.flat_shape)
-        if not chunks or filled + numel > cap:
+        if not chunks or filled + geometry.count > capacity:
             chunks.append([])
             filled = 0
         chunks[-1].append((entry, geometry))
-        filled += numel
+        filled += geometry.count
     return chunks
 
 
 def _overlaps(members: Sequence[Member], bounds: Sequence[int]) -> tuple[Overlap, ...]:
     found = []
     for position, member in enumerate(members):
-        for owner, (start, stop) in enumerate(pairwise(bounds)):
-            lo, hi = max(start, member.first), min(stop, member.first + member.count)
-            if lo < hi:
-                at = lo - start
-                found.append(Overlap(position, owner, lo - member.first, hi - member.first, at))
+        at = member.first
+        stop = member.first + member.count
+        while at < stop:
+            owner = bisect.bisect_right(bounds, at) - 1
+            end = min(stop, bounds[owner + 1])
+            lo, hi = at - member.first, end - member.first
+            found.append(Overlap(position, owner, lo, hi, at - bounds[owner]))
+            at = end
     return tuple(found)
 
 

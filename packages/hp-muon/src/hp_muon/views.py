@@ -59,7 +59,7 @@ class MatrixView:
         unknown = sorted(set(sizes) - set(names))
         if unknown:
             raise MuonError(f"view {pattern!r}: sizes given for axes it does not have: {unknown}")
-        self.__attrs_init__(" ".join(pattern.split()), dict(sizes), left, right)  # type: ignore[attr-defined]
+        self.__attrs_init__(" ".join(pattern.split()), dict(sizes), left, right)
 
     @classmethod
     def default(cls, ndim: int) -> MatrixView:
@@ -142,7 +142,8 @@ class ResolvedView:
             block = self.block(dim)
             if length == self.shape[dim]:
                 continue
-            assert block is not None and length % block == 0, (self.view, dim, length)
+            if block is None or length % block:
+                raise MuonError(f"{self.view}: length {length} of dim {dim} cuts a matrix")
             outer = [name for name in self.view.left[dim] if name in self._batch_names()]
             sizes.update(dict.fromkeys(outer, 1))
             sizes[outer[0]] = length // block
