@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hp_integration.train import Result
     from hp_integration.world import World
 
-_WIDTH_WHERE_NO_TERMINAL = 160
+_WIDTH_WHERE_NO_TERMINAL = 100
 
 
 @frozen
@@ -37,9 +37,9 @@ class Report:
     def of_rank(cls, world: World) -> Report:
         if not world.is_leader:
             return cls(None)
-        console = Console(highlight=False, markup=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         if not console.is_terminal:
-            console = Console(highlight=False, markup=False, width=_WIDTH_WHERE_NO_TERMINAL)
+            console.width = _WIDTH_WHERE_NO_TERMINAL
         return cls(console)
 
     def inputs(self, inputs: Inputs, topology: Topology) -> None:
@@ -60,7 +60,7 @@ class Report:
         self._print_pairs(rows)
         if inputs.plan is not None:
             self._section("Plan")
-            self.console.print(hp_planner.explain(inputs.plan))
+            self._print_text(hp_planner.explain(inputs.plan))
 
     def validated(self, plan: ShardingPlan, loss: float) -> None:
         if self.console is not None:
@@ -70,10 +70,18 @@ class Report:
                 f"{len(plan.parameters)} parameters checked: loss {loss:.6f} on the first batch"
             )
 
+    def nothing_to_check(self) -> None:
+        """For a plan that cuts nothing: both modes and the plain model are the same program."""
+        if self.console is not None:
+            self._section("Validate mode and gradients")
+            self.console.print(
+                "not run: with one tensor-parallel rank the plan has no boundary to check"
+            )
+
     def gradients(self, gradients: GradientReport) -> None:
         if self.console is not None:
-            self._section("Gradients under the plan against one process")
-            self.console.print(str(gradients))
+            self._section("Gradients under the plan against the unsharded model")
+            self._print_text(_summary(gradients) if gradients.ok else str(gradients))
 
     def training(self, first: int, steps: int) -> None:
         if self.console is not None:
@@ -98,7 +106,7 @@ class Report:
         written = {"checkpoint": result.checkpoint, "losses": _save_metrics(out, result)}
         if log is not None:
             self._section(f"Communication of rank 0 in step {inputs.options.steps}, by tier")
-            self.console.print(str(log.summary()))
+            self._print_text(str(log.summary()))
             written["trace"] = out / "communication.trace.json"
             log.to_chrome_trace(written["trace"])
         written["picture"] = _save_picture(out / "run.png", inputs, result, log)
@@ -110,12 +118,29 @@ class Report:
         self.console.print()
         self.console.rule(title, align="left")
 
+    def _print_text(self, text: str) -> None:
+        """Text with its own line breaks, such as a wide table; none are added."""
+        assert self.console is not None
+        self.console.print(text, soft_wrap=True)
+
     def _print_pairs(self, rows: Mapping[str, str]) -> None:
         assert self.console is not None
         table = Table.grid(padding=(0, 2))
         for name, value in rows.items():
             table.add_row(name, value)
         self.console.print(table)
+
+
+def _summary(gradients: GradientReport) -> str:
+    """Two lines for a report in which everything agrees."""
+    losses = ", ".join(f"{mode} {loss:.6f}" for mode, loss in gradients.losses.items())
+    worst = max(gradients.gradients, key=lambda each: each.deviation / each.limit)
+    return (
+        f"equal: {len(gradients.gradients)} gradients, and the collectives of both modes; "
+        f"losses of rank 0's rows: {losses}\n"
+        f"nearest to its limit: {worst.name} in {worst.mode} mode, "
+        f"off by {worst.deviation:.1e} of {worst.limit:.1e}"
+    )
 
 
 def _save_metrics(out: Path, result: Result) -> Path:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attrs import frozen
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from hp_dtensor.plan import ShardingPlan
 from hp_integration.assemble import assemble, assemble_single
 from hp_integration.checkpoint import Progress, load_checkpoint, save_checkpoint
 from hp_integration.checks import gradient_check, validate_step
@@ -105,11 +107,10 @@ def prepare(inputs: Inputs, world: World, report: Report) -> Trainer:
     else:
         mesh = device_mesh(options.mesh)
         data = DataParallel.of_mesh(mesh)
-        if options.checks:
-            batch = training_batch(inputs.corpus, options, data, step=0)
-            loss = validate_step(inputs.make_model, inputs.plan, mesh, batch, data)
-            report.validated(inputs.plan, loss)
-            report.gradients(gradient_check(inputs.make_model, inputs.plan, mesh, batch))
+        if not inputs.plan.boundaries:
+            report.nothing_to_check()
+        elif options.checks:
+            check(inputs, inputs.plan, mesh, data, report)
         assembly = assemble(inputs.make_model(), inputs.plan, mesh, options)
     schedule = learning_rate_schedule(
         assembly.optimizer, warmup=options.warmup, steps=options.steps
@@ -118,6 +119,21 @@ def prepare(inputs: Inputs, world: World, report: Report) -> Trainer:
     if inputs.resume is not None:
         resume(trainer, inputs, report)
     return trainer
+
+
+def check(
+    inputs: Inputs, plan: ShardingPlan, mesh: DeviceMesh, data: DataParallel, report: Report
+) -> None:
+    """One validate-mode step on the first batch, and its gradients against the unsharded model's.
+
+    Raises:
+        HPError: where the plan and the model disagree first, or which gradients differ.
+    """
+    batch = training_batch(inputs.corpus, inputs.options, data, step=0)
+    report.validated(plan, validate_step(inputs.make_model, plan, mesh, batch, data))
+    gradients = gradient_check(inputs.make_model, plan, mesh, batch)
+    report.gradients(gradients)
+    gradients.raise_if_failed()
 
 
 def resume(trainer: Trainer, inputs: Inputs, report: Report) -> None:
