@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from attrs import frozen
 from torch import Tensor
@@ -43,7 +43,7 @@ def hops(sizes: Sequence[int], axes: Sequence[MeshAxis]) -> tuple[Hop, ...]:
             line = line * other.size + other.rank
         first = line * axis.size * inner
         edges = [starts[first + c * inner] for c in range(axis.size + 1)]
-        chunks = tuple(stop - start for start, stop in zip(edges, edges[1:]))
+        chunks = tuple(stop - start for start, stop in pairwise(edges))
         found.append(Hop(axis, tuple(edges[:-1]), chunks))
     return tuple(found)
 

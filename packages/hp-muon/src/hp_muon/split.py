@@ -98,7 +98,8 @@ def split_parameters(
     if not on_muon:
         raise MuonError(
             f"none of the {len(choices)} parameters of {type(model).__name__} is a matrix for "
-            f"Muon; roles: {_counts(choices)}. Use torch.optim.AdamW, or name matrices in muon=[...]"
+            f"Muon; roles: {_counts(choices)}. Use torch.optim.AdamW, or name matrices in "
+            "muon=[...]"
         )
     _logger.info(
         "Muon steps %d parameters, AdamW %d: %s", len(on_muon), len(others), _counts(choices)

@@ -1,0 +1,16 @@
+"""The README's example runs as it is written."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_example_runs_and_learns(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    assert "Muon step plan" in capsys.readouterr().out
+    assert names["loss"].item() < 3.0
