@@ -234,6 +234,7 @@ def _config_values(config: object) -> tuple[tuple[str, ConfigValue], ...]:
     if config is None:
         return ()
     values = dict(config) if isinstance(config, dict) else dict(vars(config))
+    values.setdefault("model_type", getattr(config, "model_type", None))
     for names in CONFIG_NAMES.values():
         for name in names:
             if name not in values and not isinstance(config, dict):

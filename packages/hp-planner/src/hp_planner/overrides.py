@@ -70,14 +70,12 @@ class Targets:
         return (hit, True) if hit else (parameters, False)
 
     def _nothing(self, key: str, names: list[str]) -> str:
+        """Nearest by the segments that the key spells out: all of them, or a glob's last ones."""
         text = key.replace("*", "").strip(".")
-        folded = {name: _some([name]) for name in names}
-        near = difflib.get_close_matches(key, names, n=3, cutoff=0.5)
-        near += [n for n in names if text and n.endswith(text)][: 3 - len(near)]
-        tails = {name.rpartition(".")[2]: name for name in reversed(names)}
-        wanted = difflib.get_close_matches(text.rpartition(".")[2], list(tails), n=3, cutoff=0.6)
-        near += [tails[tail] for tail in wanted if tails[tail] not in near]
-        shown = ", ".join(folded[name] for name in near[:3]) or "(no similar name)"
+        count = text.count(".") + 1 if text != key else max(n.count(".") for n in names) + 1
+        tails = {".".join(name.split(".")[-count:]): name for name in reversed(names)}
+        near = difflib.get_close_matches(text, list(tails), n=3, cutoff=0.5)
+        shown = ", ".join(tails[tail] for tail in near) or "(no similar name)"
         return f"override {key!r} matches no module and no parameter; nearest: {shown}"
 
 

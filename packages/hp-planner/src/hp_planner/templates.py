@@ -51,6 +51,7 @@ LAST_OF_THREE = sharded(TENSOR_AXIS, 2)
 MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
 PLAIN_INPUTS = ("position_embeddings", "attention_mask", "position_ids")
 
+EXPERT_REGION = Region(RegionKind.OPAQUE, "grouped expert kernels on plain local tensors")
 LEFT_WHOLE = "left whole by an override"
 
 EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
@@ -178,7 +179,9 @@ def _draft(context: Context, boundary: Boundary) -> Drafted:
     if context.settings.tensor_size == 1:
         return Drafted(_replicated(boundary, "one tensor-parallel rank: replicated"))
     if context.inside_local(boundary.module):
-        return Drafted(_replicated(boundary, f"inside a module {LEFT_WHOLE}"))
+        inside = _replicated(boundary, f"inside a module {LEFT_WHOLE}")
+        opaque = boundary.kind is BoundaryKind.EXPERTS
+        return Drafted(inside, (_whole_experts(context, boundary),) if opaque else ())
     if boundary.kind is None:
         return Drafted()
     if boundary.module in context.local:
@@ -384,25 +387,37 @@ def _experts(context: Context, boundary: Boundary) -> Drafted:
     spec = BoundarySpec(
         module=boundary.module,
         kind=BoundaryKind.EXPERTS,
-        inputs=_expert_inputs(node, before),
+        inputs=_expert_inputs(node, before, SUMMED_GRADIENT),
         outputs=(BoundaryTensor("", after, PARTIAL),),
         localize=tuple(
             LocalAttribute(name, TENSOR_AXIS, intermediate)
             for name in EXPERT_SIZES
             if sizes.get(name) == intermediate
         ),
-        region=Region(RegionKind.OPAQUE, "grouped expert kernels on plain local tensors"),
+        region=EXPERT_REGION,
         reason="fused experts, each rank its own features of all of them",
     )
     return Drafted(_by_role(boundary, table), (spec,))
 
 
-def _expert_inputs(node: ModuleNode, before: Contract) -> Tensors:
+def _whole_experts(context: Context, boundary: Boundary) -> BoundarySpec:
+    """Experts of a block that is left whole: an opaque region still, with nothing cut."""
+    return BoundarySpec(
+        module=boundary.module,
+        kind=BoundaryKind.EXPERTS,
+        inputs=_expert_inputs(context.graph.module(boundary.module), REPLICATED, REPLICATED),
+        outputs=(BoundaryTensor("", REPLICATED, REPLICATED),),
+        region=EXPERT_REGION,
+        reason=LEFT_WHOLE,
+    )
+
+
+def _expert_inputs(node: ModuleNode, before: Contract, inside: Contract) -> Tensors:
     hidden, index, weights = (*node.forward.arguments, "", "", "")[:3]
     return (
-        BoundaryTensor(hidden, before, SUMMED_GRADIENT),
+        BoundaryTensor(hidden, before, inside),
         BoundaryTensor(index, REPLICATED, REPLICATED, plain=True),
-        BoundaryTensor(weights, before, SUMMED_GRADIENT),
+        BoundaryTensor(weights, before, inside),
     )
 
 
