@@ -105,25 +105,25 @@ def meshes(world):
 @pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, 4])
 def test_gradients_and_three_optimizer_steps_equal_the_dense_model(world):
+    cases = [("sgd", True, None), ("adamw", False, None), ("sgd", False, False)]
+
     def body(rank):
         for mesh in meshes(world):
-            for name, optimizer in OPTIMIZERS.items():
-                for tied in (False, True):
-                    for reshard in (None, False):
-                        assert_trains_like_dense(
-                            seeded(lambda tied=tied: Net(tied=tied)),
-                            lambda m, mesh=mesh, r=reshard: shard_blocks(
-                                m, mesh=mesh, reshard_after_forward=r
-                            ),
-                            token_batches(3, world),
-                            rank,
-                            token_loss,
-                            optimizer,
-                            rtol=1e-4 if name == "adamw" else 1e-5,
-                            atol=1e-5,
-                        )
+            for name, tied, reshard in cases:
+                assert_trains_like_dense(
+                    seeded(lambda tied=tied: Net(depth=2, tied=tied)),
+                    lambda m, mesh=mesh, r=reshard: shard_blocks(
+                        m, mesh=mesh, reshard_after_forward=r
+                    ),
+                    token_batches(3, world),
+                    rank,
+                    token_loss,
+                    OPTIMIZERS[name],
+                    rtol=1e-4 if name == "adamw" else 1e-5,
+                    atol=1e-5,
+                )
 
-    run_ranks(body, world)
+    run_ranks(body, world, timeout=120)
 
 
 # -- models that use their parameters in unusual ways ---------------------------------------------
@@ -191,7 +191,7 @@ class Tuple(nn.Module):
 class Stack(nn.Module):
     """Layers in sequence, checkpointed in one of several ways."""
 
-    def __init__(self, layer, depth=3, how="plain"):
+    def __init__(self, layer, depth=2, how="plain"):
         super().__init__()
         self.layers = nn.ModuleList(layer() for _ in range(depth))
         self.how = how
@@ -232,6 +232,20 @@ def each_child(model, mesh):
             for grandchild in child:
                 fully_shard(grandchild, mesh=mesh)
     fully_shard(model, mesh=mesh)
+
+
+class PartlyCheckpointed(nn.Module):
+    """A unit that checkpoints a layer of its own, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        for _ in range(2):
+            x = torch.tanh(checkpoint(self.layer, x, use_reentrant=True))
+        return x * self.scale
 
 
 def one_unit(model, mesh):
@@ -332,6 +346,7 @@ CASES = {
         )
         for how in CHECKPOINTING
     },
+    "checkpoint inside": (lambda: Stack(PartlyCheckpointed), [with_input_gradient]),
     "checkpoint frozen": (
         lambda: Stack(Lora, how="each saved"),
         [with_input_gradient, simple, two_forwards_together],
@@ -353,7 +368,7 @@ def test_gradients_equal_the_dense_ones_however_parameters_are_used(world):
                         error.add_note(f"case {name}, {run.__name__}, {shard.__name__}")
                         raise
 
-    run_ranks(body, world)
+    run_ranks(body, world, timeout=120)
 
 
 # -- uneven shards, other dims, precision ---------------------------------------------------------
@@ -683,6 +698,27 @@ def test_what_cannot_be_sharded_is_refused_by_name():
             MixedPrecisionPolicy(param_dtype=torch.int32)
 
     run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_a_loss_that_bypasses_the_outputs_is_refused():
+    class Leaky(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.aside = self.layer(x).sum()
+            return x.detach()
+
+    def body(rank):
+        model = nn.Sequential(Leaky())
+        fully_shard(model[0], mesh=meshes(2)[0], reshard_after_forward=True)
+        model(torch.ones(1, 4))
+        with pytest.raises(hp_fsdp.UsageError, match=r"without passing\s+through an output"):
+            model[0].aside.backward()
+
+    run_ranks(body, 2)
 
 
 @pytest.mark.ranks

@@ -1,24 +1,23 @@
 """When a unit gathers, releases and reduces: the hooks on its modules, outputs and gradients.
 
 Forward: gather before, release after (unless the policy keeps the parameters for backward).
-Backward: an output's gradient gathers; a unit is done when all its trainable parameters have
-their gradients, which needs no gradient at the unit's inputs. Inputs that do require one tell
-when a unit is done that has frozen or unused parameters. What is left is done by the callback at
-the end of backward.
+Backward: the gradient of an output gathers. A unit is done when the gradients of its inputs are
+known; where no input requires one, when all its trainable parameters have theirs. What neither
+shows is done by the callback at the end of backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hp_fsdp.errors import UsageError
 from hp_fsdp.param import ShardedParameter
-from hp_fsdp.root import Root, in_backward_pass
+from hp_fsdp.root import Root, current_backward_pass, in_backward_pass
 from hp_fsdp.tensors import map_tensors, tensors_in
-from hp_fsdp.unit import Unit
+from hp_fsdp.unit import Unit, UnitState
 
 
 def install(unit: Unit) -> None:
@@ -55,8 +54,10 @@ def before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tup
         root.forward_order.enter(unit, unit.forward_prefetch)
     if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
         args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
+    unit.call = None
     if torch.is_grad_enabled():
-        args, kwargs = _mark_inputs(unit, root, (args, kwargs))
+        unit.call = call = Call(unit, root)
+        args, kwargs = call.mark_inputs((args, kwargs))
     return args, kwargs
 
 
@@ -65,7 +66,8 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     root = Root.of(unit)
     if unit.policy.output_dtype is not None:
         output = _cast(output, unit.policy.output_dtype)
-    watched = torch.is_grad_enabled() and _watch_outputs(unit, root, output)
+    call, unit.call = unit.call, None
+    watched = call is not None and torch.is_grad_enabled() and call.watch_outputs(output)
     if in_backward_pass():
         if not unit.in_backward:
             root.leave_recomputation(unit)
@@ -89,84 +91,107 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 # -- backward ---------------------------------------------------------------------------------
 
 
-def _watch_outputs(unit: Unit, root: Root, output: Any) -> bool:
-    """Hooks the gradients of the outputs; False if none of them can have one."""
+class Call:
+    """One forward call of a unit's module, as backward passes through it.
 
-    def reached(_: Tensor) -> None:
-        begin_unit_backward(unit, root)
+    Autograd's graph keeps it alive.
+    """
 
-    watched = False
-    for tensor in tensors_in(output):
-        if tensor.grad_fn is not None:
-            tensor.register_hook(reached)
-            watched = True
-    return watched
+    def __init__(self, unit: Unit, root: Root) -> None:
+        self._unit = unit
+        self._root = root
+        self._inputs_marked = False
 
+    def mark_inputs(self, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The inputs, with a node behind those that require a gradient."""
+        differentiable = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        if not differentiable:
+            return inputs
+        self._inputs_marked = True
+        marked = dict(zip(differentiable, _Inputs.apply(self, *differentiable.values())))
+        result: tuple[Any, Any] = map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs)
+        return result
 
-def begin_unit_backward(unit: Unit, root: Root) -> None:
-    """The gradient of one of the unit's outputs is known: gather it and what comes next."""
-    root.begin_backward()
-    first = not unit.in_backward
-    if first:
-        unit.reduced = False
-    unit.in_backward = True
-    unit.gather("backward")
-    unit.wait()
-    if first:
-        root.backward_order.enter(unit, unit.backward_prefetch)
+    def watch_outputs(self, output: Any) -> bool:
+        """Hooks the gradients of the outputs; False if none of them can have one."""
+        watched = False
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._outputs_reached)
+                watched = True
+        if watched:
+            self._unit.calls_ahead.add(self)
+        return watched
 
+    def _outputs_reached(self, _: Tensor) -> None:
+        """The gradient of an output is known: gather the unit, and what comes next."""
+        unit, root = self._unit, self._root
+        root.begin_backward()
+        unit.calls_ahead.discard(self)
+        if self._inputs_marked:
+            unit.calls_within.add(self)
+        first = not unit.in_backward
+        if first:
+            unit.in_backward = True
+            unit.reduced = False
+            unit.backward_pass = current_backward_pass()
+        unit.gather("backward")
+        unit.wait()
+        if first:
+            root.backward_order.enter(unit, unit.backward_prefetch)
 
-def _gradient_done(unit: Unit, parameter: ShardedParameter) -> None:
-    """Autograd has finished the gradient of `parameter` in this backward."""
-    root = Root.of(unit)
-    root.begin_backward()
-    unit.fired.add(parameter)
-    if len(unit.fired) < len(unit.trainable):
-        return
-    # Whatever reads a trainable parameter in this graph has run before its gradient was
-    # complete; frozen ones may still be read on the way to the inputs.
-    if not unit.has_frozen and unit.reshard_after_backward:
-        unit.release()
-    root.finish_unit(unit)
+    def inputs_reached(self) -> None:
+        """Everything between this call's inputs and outputs has run."""
+        unit, root = self._unit, self._root
+        root.begin_backward()
+        unit.calls_within.discard(self)
+        if unit.calls_within:
+            return
+        complete = len(unit.fired) == len(unit.trainable)
+        if unit.fired and (complete or not unit.calls_ahead):
+            # Parameters without a gradient by now are not used by this backward.
+            root.finish_unit(unit)
+        elif unit.trainable and not unit.reduced:
+            # Another call is still to come, with whose gradients autograd will add this call's.
+            return
+        if unit.reshard_after_backward:
+            unit.release()
 
 
 class _Inputs(torch.autograd.Function):
-    """Identity whose backward runs when everything between a unit's inputs and outputs has."""
+    """Identity whose backward runs when everything between a call's inputs and outputs has."""
 
     @staticmethod
-    def forward(ctx: Any, reached: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.reached = reached
+    def forward(ctx: Any, call: Call, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
         ctx.set_materialize_grads(False)
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.reached()
+        ctx.call.inputs_reached()
         return (None, *gradients)
 
 
-def _mark_inputs(unit: Unit, root: Root, inputs: tuple[Any, Any]) -> tuple[Any, Any]:
-    differentiable = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
-    if not differentiable:
-        return inputs
-
-    def reached() -> None:
-        _inputs_done(unit, root)
-
-    marked = dict(zip(differentiable, _Inputs.apply(reached, *differentiable.values())))
-    result: tuple[Any, Any] = map_tensors(lambda tensor: marked.get(id(tensor), tensor), inputs)
-    return result
-
-
-def _inputs_done(unit: Unit, root: Root) -> None:
-    """One call of the unit has passed its gradient on to its inputs."""
+def _gradient_done(unit: Unit, parameter: ShardedParameter) -> None:
+    """Autograd has finished the gradient of `parameter`."""
+    root = Root.of(unit)
+    if unit.state is not UnitState.GATHERED:
+        raise UsageError(
+            f"backward reached parameter {parameter.name!r} of unit {unit.path!r} without passing "
+            "through an output of the unit, while the parameter was sharded; its gradient is "
+            "wrong. Return every tensor that takes part in the loss from the unit's forward, or "
+            "pass reshard_after_forward=False"
+        )
     root.begin_backward()
-    if unit.fired:
-        # Parameters without a gradient by now are not used by this backward.
-        root.finish_unit(unit)
-    elif unit.trainable and not unit.reduced:
-        # Another call of the same modules is still to come in this backward, with whose
-        # gradients autograd will add this call's.
+    unit.fired.add(parameter)
+    # A backward inside this one, as reentrant checkpointing of a part of the unit makes, may be
+    # followed by another that needs the parameters.
+    nested = unit.backward_pass != current_backward_pass()
+    if unit.calls_within or nested or len(unit.fired) < len(unit.trainable):
         return
-    if unit.reshard_after_backward:
+    # Whatever reads a trainable parameter in this graph has run before its gradient was
+    # complete; a frozen one may still be read.
+    if not unit.has_frozen and unit.reshard_after_backward:
         unit.release()
+    root.finish_unit(unit)

@@ -30,9 +30,14 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit if isinstance(unit, Unit) else None
 
 
+def current_backward_pass() -> int:
+    """A number for the backward pass that runs on this thread, the innermost one; -1 if none."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward_pass() -> bool:
     """Whether autograd is running on this thread: a forward now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return current_backward_pass() != -1
 
 
 def _parameters_below(module: nn.Module) -> Iterator[ShardedParameter]:
@@ -198,6 +203,7 @@ class Root:
             if unit.reshard_after_backward:
                 unit.release()
             unit.in_backward = False
+            unit.calls_within.clear()
             self.finish_unit(unit)
         self._recomputed.clear()
         self.backward_order.complete()
@@ -226,6 +232,7 @@ class Root:
         for unit in self.units:
             unit.release()
             unit.fired.clear()
+            unit.calls_within.clear()
             unit.modules_running.clear()
             unit.partial_sums.clear()
             for parameter in unit.parameters:

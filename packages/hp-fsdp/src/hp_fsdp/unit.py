@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_platform import Origin
 
 if TYPE_CHECKING:
+    from hp_fsdp.hooks import Call
     from hp_fsdp.root import Root
 
 PACKAGE = "hp_fsdp"
@@ -51,6 +53,10 @@ class Unit:
         requires_all_reduce: False accumulates on the shards, without the slow tier.
         divisor: what the sum of the gradients over the data-parallel ranks is divided by.
         in_backward: between the first use of the parameters in a backward and their release.
+        backward_pass: number of the pass in which `in_backward` began.
+        call: the forward call in progress.
+        calls_ahead: forward calls that no backward has reached.
+        calls_within: forward calls whose outputs backward has reached and whose inputs it has not.
         fired: trainable parameters whose gradient this backward has completed.
         reduced: the gradients that this backward completed have been taken.
         partial_sums: per element type, reduce-scattered gradients of micro-steps that have not
@@ -78,6 +84,10 @@ class Unit:
         self.divisor: float = data.data_parallel_size
         self.state = UnitState.SHARDED
         self.in_backward = False
+        self.backward_pass = -1
+        self.call: Call | None = None
+        self.calls_ahead: WeakSet[Call] = WeakSet()
+        self.calls_within: set[Call] = set()
         self.fired: set[ShardedParameter] = set()
         self.reduced = False
         self.modules_running: set[nn.Module] = set()

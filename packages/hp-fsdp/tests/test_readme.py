@@ -1,0 +1,18 @@
+import re
+from pathlib import Path
+
+import pytest
+
+from hp_platform.testing import run_ranks
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+@pytest.mark.ranks
+def test_the_example_in_the_readme_runs():
+    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {"__name__": "readme"}
+    exec(compile(source, str(README), "exec"), names)
+    summary = run_ranks(names["train"], 4)[0]
+    for operation, count in (("all_gather", 8), ("reduce_scatter", 4), ("all_reduce", 2)):
+        assert re.search(rf"{operation} +{count} ", summary), summary
