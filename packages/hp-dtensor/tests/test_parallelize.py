@@ -165,6 +165,15 @@ def test_meta_parameters_become_meta_parts() -> None:
     run_ranks(body, 2)
 
 
+def test_parameters_that_lost_their_layouts_are_named_at_the_first_forward() -> None:
+    with torch.device("meta"):
+        module = Tiny()
+    parallelize(module, tiny_plan({"tp": 1}), AbstractMesh.of({"tp": 1}))
+    module.norm.to_empty(device="cpu")
+    with pytest.raises(PlanError, match=r"\['norm.weight'\] have lost their layouts"):
+        module(torch.zeros(1, 2, dtype=torch.int64))
+
+
 @pytest.mark.ranks
 def test_a_boundary_whose_contracts_agree_gets_no_hook() -> None:
     def body() -> None:
@@ -179,9 +188,9 @@ def test_a_boundary_whose_contracts_agree_gets_no_hook() -> None:
 
 def test_one_rank_installs_no_hook_at_all() -> None:
     module = parallelize(Tiny(), tiny_plan({"tp": 1}), AbstractMesh.of({"tp": 1}))
+    loss = loss_of(module, batch())
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
     assert sum(hooks) == 0
-    loss = loss_of(module, batch())
     loss.backward()
     dense = dense_step()
     assert loss.item() == dense[0]

@@ -97,9 +97,8 @@ def _plain(*names: str) -> list[BoundaryTensor]:
 
 def _boundaries(model: nn.Module, stream: Contract, sequence_parallel: bool) -> Any:
     to_head = SUMMED if sequence_parallel else WHOLE
-    yield BoundarySpec(
-        "", BoundaryKind.MODEL, _plain("input_ids", "labels", "position_ids", "attention_mask")
-    )
+    # Masks and positions stay plain until a layer: transformers mixes them with plain tensors.
+    yield BoundarySpec("", BoundaryKind.MODEL, _plain("input_ids", "labels"))
     for name, module in model.named_modules():
         kind = type(module).__name__
         leaf = name.rpartition(".")[2]
@@ -179,12 +178,23 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def compared(family: str, mesh: dict[str, int], sequence_parallel: bool) -> GradientReport:
+def padded_batch() -> dict[str, Tensor]:
+    """With a padding mask and positions of its own."""
+    data = batch()
+    mask = torch.ones_like(data["input_ids"])
+    mask[0, -3:] = 0
+    positions = torch.arange(8).expand(2, -1).contiguous()
+    return {**data, "attention_mask": mask, "position_ids": positions}
+
+
+def compared(
+    family: str, mesh: dict[str, int], sequence_parallel: bool, data: dict[str, Tensor]
+) -> GradientReport:
     plan = plan_for(make_model(family), mesh, sequence_parallel)
 
     def body() -> GradientReport:
         device_mesh = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
-        return check_gradients(lambda: make_model(family), plan, device_mesh, batch(), loss_of)
+        return check_gradients(lambda: make_model(family), plan, device_mesh, data, loss_of)
 
     reports = run_ranks(body, 2 * mesh.get("dp", 1))
     return reports[0]
@@ -194,8 +204,13 @@ def compared(family: str, mesh: dict[str, int], sequence_parallel: bool) -> Grad
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "Qwen3Moe"])
 def test_both_modes_compute_what_the_whole_model_does(family: str, sequence_parallel: bool) -> None:
-    report = compared(family, {"tp": 2}, sequence_parallel)
+    report = compared(family, {"tp": 2}, sequence_parallel, batch())
     report.raise_if_failed()
     assert len(report.gradients) > 30
     assert len(report.activations) > 20
     assert len(report.backward) > 20
+
+
+@pytest.mark.ranks
+def test_masks_and_positions_pass_through_a_model_in_both_modes() -> None:
+    compared("Qwen3", {"tp": 2}, True, padded_batch()).raise_if_failed()

@@ -11,12 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.contracts import (
     Argument,
     ContractError,
     Crossing,
     ModelAxes,
+    PlanError,
     has_tensor,
     layout_under,
     map_tensors,
@@ -24,7 +26,7 @@ from hp_dtensor.contracts import (
     write_output,
 )
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient
-from hp_dtensor.layout import Layout, attach_layout
+from hp_dtensor.layout import Layout, attach_layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
@@ -62,6 +64,36 @@ def apply_production(
         localize(target, boundary, axes)
         install_boundary(target, boundary, plan, axes)
     EndOfBackward(settled).install()
+    names = tuple(spec.name for spec in plan.parameters)
+    guard = _LayoutsKept(names)
+    guard.handle = module.register_forward_pre_hook(guard)
+
+
+class _LayoutsKept:
+    """First forward only: every planned parameter still knows its layout.
+
+    `to_empty` and `load_state_dict(assign=True)` put new objects in the place of parameters; the
+    new ones would neither be settled nor be understood by optimizers.
+    """
+
+    handle: RemovableHandle
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.handle.remove()
+        lost = [name for name in self.names if layout_of(module.get_parameter(name)) is None]
+        if lost:
+            raise PlanError(
+                f"parameters {lost} have lost their layouts since parallelize: to_empty, "
+                "load_state_dict(assign=True) or deepcopy replaced them. Materialise the module "
+                "before parallelize, or give it to fully_shard first; load without assign; "
+                "parallelize copies by themselves"
+            )
+
+    def __deepcopy__(self, memo: object) -> _LayoutsKept:
+        return self
 
 
 def cut_parameter(
