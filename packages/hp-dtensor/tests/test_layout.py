@@ -130,6 +130,18 @@ def test_fsdp_over_tensor_parallelism_chunks_the_tensor_parallel_part(
         assert torch.equal(layout.owned_indices((d, t)), chunk(part, data, d))
 
 
+def test_pytorchs_strided_shard_divides_some_uneven_sizes_otherwise() -> None:
+    """Size 17 over dp=4, tp=2: the parts of tp have 9 and 8 rows. The last dp rank gets none of
+    the 9 and two of the 8; PyTorch lets tp divide these two again."""
+    layout = Layout({"dp": 4, "tp": 2}, (StridedShard(0, 2), Shard(0)), (17,))
+    assert [layout.owned_indices((3, t)).tolist() for t in range(2)] == [[], [15, 16]]
+    theirs = [to_torch_placement(placement) for placement in layout.placements]
+    sizes = [
+        _compute_local_shape_and_global_offset((17,), (4, 2), [3, t], theirs)[0] for t in range(2)
+    ]
+    assert sizes == [(1,), (1,)]
+
+
 def chunk(tensor: torch.Tensor, count: int, index: int) -> torch.Tensor:
     pieces = torch.chunk(tensor, count)
     return pieces[index] if index < len(pieces) else tensor[:0]

@@ -6,10 +6,20 @@ the operator rules.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hp_dtensor.dtensor import (
+        DTensor,
+        distribute_tensor,
+    )
+    from hp_dtensor.equivalence import (
+        GradientReport,
+        check_gradients,
+    )
     from hp_dtensor.layout import (
         Layout,
         attach_layout,
@@ -17,6 +27,9 @@ if TYPE_CHECKING:
     )
     from hp_dtensor.mesh import (
         AbstractMesh,
+    )
+    from hp_dtensor.parallelize import (
+        parallelize,
     )
     from hp_dtensor.placements import (
         Partial,
@@ -38,6 +51,12 @@ if TYPE_CHECKING:
         Region,
         RegionKind,
         ShardingPlan,
+    )
+    from hp_dtensor.settlement import (
+        settle_gradients,
+    )
+    from hp_dtensor.transition import (
+        Transition,
     )
 
 _SUBMODULES = ("random", "testing")
@@ -118,3 +137,18 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
+
+
+class _Package(ModuleType):
+    """Keeps a public name that is also a submodule's (`parallelize`) bound to the public object.
+
+    Importing a submodule binds it in its package, whoever imports it first.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _EXPORTS and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -163,11 +163,11 @@ def layouts(
 def _made_whole(
     mesh: AbstractMesh, chosen: list[Placement], shape: tuple[int, ...]
 ) -> list[Placement]:
-    """Ragged units must stay whole after the other axes' cuts; replicate those where not."""
+    """Ragged units must stay whole after the other axes' cuts; replicate the latter where not."""
     try:
         Layout(mesh, chosen, shape)
     except ValueError:
-        return [Replicate() if type(p) is RaggedShard else p for p in chosen]
+        return [p if type(p) is RaggedShard or is_partial(p) else Replicate() for p in chosen]
     return chosen
 
 
