@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial
+from torch.distributed.tensor import distribute_tensor as torch_distribute
 
 from hp_dtensor import Layout, Replicate, Shard, distribute_tensor
 from hp_muon import MatrixView, Muon, MuonError
@@ -244,5 +245,35 @@ def test_distributed_tensors_of_hp_dtensor_are_stepped_and_saved():
         momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
         assert momentum.layout == Layout(mesh, placements, (5, 4))
         optimizer.load_state_dict(optimizer.state_dict())
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_parameters_on_different_meshes_are_stepped_together():
+    shapes = [(5, 4), (4, 3, 6), (7, 6), (4, 3, 6)]
+    dense = matrices(*shapes)
+    reference = DenseMuon(dense, **ARGUMENTS)
+    for step in range(3):
+        set_gradients(dense, step)
+        reference.step()
+
+    def body():
+        flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+        places = [(flat, [Shard(0)]), (experts, [Shard(1), Shard(0)])] * 2
+        mine = [
+            nn.Parameter(torch_distribute(p.detach(), *place))
+            for p, place in zip(matrices(*shapes), places)
+        ]
+        optimizer = Muon(mine, **ARGUMENTS)
+        for step in range(3):
+            full = matrices(*shapes)
+            set_gradients(full, step)
+            for parameter, source, place in zip(mine, full, places):
+                parameter.grad = torch_distribute(source.grad, *place)
+            optimizer.step()
+        for parameter, expected in zip(mine, dense):
+            torch.testing.assert_close(parameter.full_tensor(), expected.detach())
 
     run_ranks(body, 4)

@@ -28,18 +28,20 @@ MESHES = {2: [(2,)], 4: [(4,), (2, 2)]}
 NAMES = ("dp", "tp")
 
 
+PATTERNS = {
+    2: [("(h r) c -> h r c", 0), ("r (h c) -> h r c", 1), ("(r h) c -> h r c", 0)],
+    3: [("e (h r) c -> e h r c", 1), ("(e h) r c -> e r (h c)", 0), ("e r c -> e c r", None)],
+}
+
+
 def draw_view(draw, shape):
-    """A view that splits one dim, where a dim divides; None for the last two dims."""
+    """A view that splits, joins or turns dims, where they divide; None for the last two dims."""
     heads = draw(st.sampled_from([1, 2, 3]))
-    choice = draw(st.integers(0, 3))
-    if len(shape) != 2 or choice == 0:
+    if draw(st.booleans()):
         return None
-    patterns = {
-        1: ("(h r) c -> h r c", 0),
-        2: ("r (h c) -> h r c", 1),
-        3: ("(r h) c -> h r c", 0),
-    }
-    pattern, dim = patterns[choice]
+    pattern, dim = draw(st.sampled_from(PATTERNS[len(shape)]))
+    if dim is None:
+        return MatrixView(pattern)
     return MatrixView(pattern, h=heads) if shape[dim] % heads == 0 else None
 
 

@@ -8,13 +8,17 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hp_muon import Muon, MuonError
 from hp_muon.reference import DenseMuon
+from hp_muon.state import local_tensor
 from hp_platform.testing import run_ranks
 
 ARGUMENTS = {"lr": 0.05, "ns_dtype": torch.float32}
@@ -147,8 +151,14 @@ def test_every_rank_sees_every_momentum_with_its_parameters_layout():
         assert first.placements == weight.placements
         assert first.dtype is torch.float32
         assert state["param_groups"][0]["param_names"] == ["0.weight", "2.weight"]
-        names = get_optimizer_state_dict(model, optimizer)["state"]
-        assert sorted(names) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        named = get_optimizer_state_dict(model, optimizer)
+        assert sorted(named["state"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]
+        other = Muon(groups(model), **ARGUMENTS)
+        set_optimizer_state_dict(model, other, named)
+        for index, saved in other.state_dict()["state"].items():
+            for key, value in saved.items():
+                wanted = state["state"][index][key]
+                assert torch.equal(local_tensor(value), local_tensor(wanted)), (index, key)
         return [state["state"][i]["momentum_buffer"].full_tensor() for i in (0, 1)]
 
     results = run_ranks(body, 4)

@@ -46,9 +46,7 @@ def accumulate(
     torch._foreach_add_(momenta, gradients)
     if not nesterov:
         return momenta
-    inputs = torch._foreach_mul(momenta, momentum)
-    torch._foreach_add_(inputs, gradients)
-    return list(inputs)
+    return list(torch._foreach_add(gradients, momenta, alpha=momentum))
 
 
 def apply_updates(
