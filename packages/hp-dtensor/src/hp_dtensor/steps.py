@@ -37,8 +37,10 @@ class RankStep:
         view: the local tensor's shape before, as the blocks see it.
         shape: the local tensor's shape afterwards.
         new_view: that shape as the blocks see it.
-        sends: the block of the old local tensor that goes to each coordinate.
-        receives: the block of the new local tensor that comes from each coordinate.
+        sends: the block of the old local tensor that goes to each coordinate; one entry where
+            all get the same.
+        receives: the block of the new local tensor that comes from each coordinate; one entry
+            where all send the same.
         in_order: all received blocks, one after the other, are the new local tensor.
     """
 
@@ -165,11 +167,12 @@ def _rank_step(move: Move, coord: Coordinate, known: Known) -> RankStep:
         mine, there = _common(old, new, known)
         sends, receives = [mine], [there]
     elif move.kind is not Kind.ALL_REDUCE:
-        for peer in _peers(move, coord):
-            sends.append(_common(old, after.view_runs(flat, peer), known)[0])
-            receives.append(_common(before.view_runs(flat, peer), new, known)[1])
-        if move.kind is Kind.REDUCE_SCATTER:  # every peer sends the whole of the new part
-            receives = receives[:1]
+        peers = _peers(move, coord)
+        # A gather sends the same to every peer; every peer sends the whole of a reduced part.
+        to = peers[:1] if move.kind is Kind.ALL_GATHER else peers
+        by = peers[:1] if move.kind is Kind.REDUCE_SCATTER else peers
+        sends = [_common(old, after.view_runs(flat, peer), known)[0] for peer in to]
+        receives = [_common(before.view_runs(flat, peer), new, known)[1] for peer in by]
     new_view = tuple([length(runs) for runs in new])
     return RankStep(
         kind=move.kind,
