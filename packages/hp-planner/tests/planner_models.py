@@ -29,7 +29,10 @@ TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 def config(model_type: str, **changes: Any) -> Any:
     """A small config: the sizes the family knows, and whatever is asked for on top."""
     known = AutoConfig.for_model(model_type).to_dict()
-    sizes = {name: value for name, value in SIZES.items() if name in known}
+    sizes = {name: value for name, value in SIZES.items() if name in known and name not in changes}
+    if "num_experts" in changes:
+        # Two names of one number in some families; the last one given would win.
+        sizes.pop("num_local_experts", None)
     made = AutoConfig.for_model(model_type, **{**sizes, **TOKENS, **changes})
     made._attn_implementation = "eager"
     return made

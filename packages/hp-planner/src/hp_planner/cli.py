@@ -155,6 +155,8 @@ def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
         raise UsageError(
             f"transformers {transformers.__version__} has no model type {model_type!r}"
         )
+    if transformers.CONFIG_MAPPING[model_type] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UsageError(f"{model_type} is no causal language model of transformers")
     known = transformers.CONFIG_MAPPING[model_type]().to_dict()
     unknown = [key for key in settings if key not in known]
     if unknown:
@@ -165,7 +167,8 @@ def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
             return transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         # transformers reports a bad config by many exception types.
-        raise UsageError(f"{model_type} cannot be built with these values: {error}") from error
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"{model_type} cannot be built with these values: {reason}") from error
 
 
 def _config_values(name: str) -> dict[str, Any]:

@@ -65,9 +65,12 @@ class Context:
     settings: Settings
     boundaries: tuple[Boundary, ...]
     local: frozenset[str]
+    layers: tuple[Boundary, ...] = field(init=False)
     _by_name: dict[str, Boundary] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        layers = tuple(b for b in self.boundaries if b.kind is BoundaryKind.LAYER)
+        object.__setattr__(self, "layers", layers)
         by_name = {boundary.module: boundary for boundary in self.boundaries}
         object.__setattr__(self, "_by_name", by_name)
 
@@ -83,10 +86,6 @@ class Context:
         """Layout of the hidden states between the parts of a layer."""
         sequence = self.settings.sequence_parallel and self.layers
         return SEQUENCE if sequence else REPLICATED
-
-    @property
-    def layers(self) -> tuple[Boundary, ...]:
-        return tuple(b for b in self.boundaries if b.kind is BoundaryKind.LAYER)
 
     @property
     def after_final_norm(self) -> Contract:
