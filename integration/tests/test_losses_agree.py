@@ -1,7 +1,6 @@
 """Sharding changes no loss: the first twenty, against the same run in one process, in fp32."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 from hp_integration.data import load_corpus
 from hp_integration.data_parallel import DataParallel
 from hp_integration.models import build_model, model_config
-from hp_integration.options import parse_options
+from hp_integration.options import Options, parse_options
 from hp_integration.schedule import rate_factor
 from hp_integration.train import Result
 from hp_integration.trainer import next_token_loss, training_batch
@@ -26,12 +25,18 @@ def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(scope="module")
+def one(model: str, train: Train) -> Result:
+    """The run in one process."""
+    return train("--model", model, "--steps", "20", "--single")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", MESHES)
-def test_four_ranks_have_the_losses_of_one_process(model: str, mesh: str, train: Train) -> None:
-    options = ("--model", model, "--steps", "20")
-    one = train(*options, "--single")
-    four = train(*options, "--mesh", mesh, "--no-checks", ranks=4)
+def test_four_ranks_have_the_losses_of_one_process(
+    model: str, mesh: str, one: Result, train: Train
+) -> None:
+    four = train("--model", model, "--steps", "20", "--mesh", mesh, "--no-checks", ranks=4)
     assert len(four.losses) == 20
     assert four.losses == pytest.approx(one.losses, rel=TOLERANCE[model], abs=0)
     assert four.evaluation_loss == pytest.approx(one.evaluation_loss, rel=TOLERANCE[model], abs=0)
@@ -39,17 +44,17 @@ def test_four_ranks_have_the_losses_of_one_process(model: str, mesh: str, train:
 
 
 def test_one_process_has_the_losses_of_the_plain_reference(
-    model: str, train: Train, small_run: list[str]
+    model: str, one: Result, small_run: list[str]
 ) -> None:
     """The oracle of the test above against a loop that shares model and data with it only."""
-    one = train("--model", model, "--steps", "6", "--single")
-    options = parse_options([*small_run, "--model", model, "--steps", "6"])
+    options = parse_options([*small_run, "--model", model, "--steps", "20"])
     assert one.losses == pytest.approx(reference_losses(options), rel=1e-5, abs=0)
 
 
-def reference_losses(options) -> list[float]:
+def reference_losses(options: Options) -> list[float]:
+    assert options.config is not None
     corpus = load_corpus(options.data)
-    config = model_config(options.model, vocabulary=256, config_file=Path(options.config))
+    config = model_config(options.model, vocabulary=256, config_file=options.config)
     model = build_model(config, seed=options.seed)
     named = dict(model.named_parameters())
     matrices = [

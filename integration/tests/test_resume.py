@@ -13,7 +13,7 @@ Train = Callable[..., Result]
 
 def rewind(folder: Path, step: int) -> None:
     """As if the run had died after saving `step`."""
-    (folder / "run" / "latest").write_text(f"step-{step:06d}\n")
+    (folder / "latest").write_text(f"step-{step:06d}\n")
 
 
 @pytest.mark.ranks
@@ -22,9 +22,9 @@ def test_the_losses_after_a_resume_are_those_of_an_uninterrupted_run(
     mesh: str, train: Train, tmp_path: Path
 ) -> None:
     options = ("--mesh", mesh, "--no-checks", "--steps", "8", "--save-every", "4")
-    whole = train(*options, ranks=4)
+    whole = train(*options, ranks=4, out=tmp_path)
     rewind(tmp_path, 4)
-    resumed = train(*options, "--resume", ranks=4)
+    resumed = train(*options, "--resume", ranks=4, out=tmp_path)
     assert resumed.losses == whole.losses
     assert resumed.evaluation_loss == whole.evaluation_loss
 
@@ -32,17 +32,19 @@ def test_the_losses_after_a_resume_are_those_of_an_uninterrupted_run(
 @pytest.mark.ranks
 def test_a_run_can_be_resumed_on_another_mesh(train: Train, tmp_path: Path) -> None:
     options = ("--no-checks", "--steps", "8", "--save-every", "4")
-    whole = train(*options, "--mesh", "dp_shard=2,tp=2", ranks=4)
+    whole = train(*options, "--mesh", "dp_shard=2,tp=2", ranks=4, out=tmp_path)
     for layout, ranks in (("--mesh=dp_replicate=2,dp_shard=2", 4), ("--single", 1)):
         rewind(tmp_path, 4)
-        resumed = train(*options, layout, "--resume", ranks=ranks)
+        resumed = train(*options, layout, "--resume", ranks=ranks, out=tmp_path)
         assert resumed.losses[:4] == whole.losses[:4]
         assert resumed.losses == pytest.approx(whole.losses, rel=1e-3, abs=0)
 
 
-def test_a_checkpoint_of_another_run_is_refused_by_the_option_that_differs(train: Train) -> None:
+def test_a_checkpoint_of_another_run_is_refused_by_the_option_that_differs(
+    train: Train, tmp_path: Path
+) -> None:
     options = ("--single", "--model", "dense", "--steps", "3")
-    train(*options)
+    train(*options, out=tmp_path)
     for change, named in (
         (("--seed", "9"), "--seed 0, this run has 9"),
         (("--batch-size", "4"), "--batch-size 8, this run has 4"),
@@ -51,4 +53,4 @@ def test_a_checkpoint_of_another_run_is_refused_by_the_option_that_differs(train
         (("--steps", "2"), "is at step 3, beyond --steps 2"),
     ):
         with pytest.raises(RankFailure, match=named):
-            train(*options, "--resume", *change)
+            train(*options, "--resume", *change, out=tmp_path)
