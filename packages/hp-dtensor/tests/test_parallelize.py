@@ -31,6 +31,7 @@ from hp_dtensor.plan import (
     BoundaryKind,
     BoundarySpec,
     BoundaryTensor,
+    Contract,
     ParameterSpec,
     ShardingPlan,
 )
@@ -321,6 +322,100 @@ def test_the_vocabulary_of_an_embedding_may_be_cut_unevenly(mode: str) -> None:
         counts = torch.bincount(ids.flatten(), minlength=13).float()
         expected = local_part(counts.unsqueeze(1).expand(13, 3), layout, layout.coordinate())
         torch.testing.assert_close(local(module.weight.grad), expected)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_both_modes_train_alike_bit_by_bit() -> None:
+    def body() -> tuple[list[list[float]], list[list[float]]]:
+        losses, norms = [], []
+        for mode in ("production", "validate"):
+            module = parallelize(Tiny(), tiny_plan({"tp": 2}), mesh_of({"tp": 2}), mode=mode)  # type: ignore[arg-type]
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+            losses.append([])
+            norms.append([])
+            for _ in range(8):
+                optimizer.zero_grad()
+                loss = loss_of(module, batch())
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(float(loss.detach()))
+                norms[-1].append(
+                    sum(float(local(p.grad).double().norm()) for p in module.parameters())
+                )
+        return losses, norms
+
+    for losses, norms in run_ranks(body, 2):
+        assert losses[0] == losses[1]
+        assert norms[0] == norms[1]
+        assert losses[0][-1] < losses[0][0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["production", "validate"])
+def test_evaluation_without_gradients_gives_the_dense_values(mode: str) -> None:
+    def body() -> None:
+        module = parallelize(Tiny(), tiny_plan({"tp": 2}), mesh_of({"tp": 2}), mode=mode)  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = module(batch()["ids"])["logits"]
+            torch.testing.assert_close(local(found), Tiny()(batch()["ids"])["logits"])
+
+    run_ranks(body, 2)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 8)
+        self.down = nn.Linear(8, 4, bias=False)
+        generator = torch.Generator().manual_seed(2)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.nn.functional.silu(self.up(x)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mode", ["production", "validate"])
+def test_two_model_axes_cut_samples_and_features_at_once(mode: str) -> None:
+    def over_both(placements: dict[str, Any]) -> Contract:
+        return Contract(placements, {"cp": Partial()})
+
+    plan = ShardingPlan(
+        model="Perceptron",
+        mesh=AbstractMesh.of({"cp": 2, "tp": 2}),
+        model_axes=("cp", "tp"),
+        parameters=[
+            ParameterSpec("up.weight", "up", (8, 4), over_both({"tp": Shard(0)}), ""),
+            ParameterSpec("up.bias", "up", (8,), over_both({"tp": Shard(0)}), ""),
+            ParameterSpec("down.weight", "down", (4, 8), over_both({"tp": Shard(1)}), ""),
+        ],
+        boundaries=[
+            BoundarySpec(
+                "",
+                BoundaryKind.MLP,
+                inputs=[
+                    BoundaryTensor(
+                        "x", WHOLE, Contract({"cp": Shard(0)}, {"tp": Partial()}), plain=True
+                    )
+                ],
+                outputs=[BoundaryTensor("", WHOLE, Contract({"cp": Shard(0), "tp": Partial()}))],
+            )
+        ],
+    )
+    x = torch.arange(24.0).view(6, 4) / 10
+    whole = Perceptron()
+    whole(x).square().sum().backward()
+    grads = {name: parameter.grad for name, parameter in whole.named_parameters()}
+
+    def body() -> None:
+        sizes = {"cp": 2, "tp": 2}
+        module = parallelize(Perceptron(), plan, mesh_of(sizes), mode=mode)  # type: ignore[arg-type]
+        loss = module(x).square().sum()
+        loss.backward()
+        assert_equals_dense(module, loss, (float(whole(x).square().sum()), grads))  # type: ignore[arg-type]
 
     run_ranks(body, 4)
 

@@ -8,6 +8,7 @@ communicates as it does without the check, and the collectives of both modes can
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -173,7 +174,7 @@ def check_gradients(
     """
     first = make_model()
     axes = ModelAxes.of(plan, mesh)
-    state = {name: value.detach().clone() for name, value in first.state_dict().items()}
+    state = copy.deepcopy(first.state_dict())
     _agree_on_values(state, axes)
     runs: dict[str, _Run] = {}
     if dense:
@@ -189,10 +190,12 @@ def check_gradients(
     return _compare(runs, reference, mesh, rtol, atol)
 
 
-def _agree_on_values(state: Mapping[str, Tensor], axes: ModelAxes) -> None:
+def _agree_on_values(state: Mapping[str, object], axes: ModelAxes) -> None:
     """Sums in double precision, by position: enough to see that two initialisations differ."""
     sums = {}
     for name, value in state.items():
+        if not isinstance(value, Tensor):  # a module's extra state
+            continue
         flat = value.detach().double().reshape(-1).cpu()
         weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64).sqrt()
         sums[name] = (tuple(value.shape), float(flat @ weights))

@@ -18,6 +18,15 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hp_dtensor.mesh import AbstractMesh
 
+
+def _sizes(value: Iterable[int]) -> tuple[int, ...]:
+    return tuple(int(size) for size in value)
+
+
+def _groups(value: Iterable[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(names) for names in value)
+
+
 AxisPlacements = tuple[tuple[str, Placement], ...]
 
 
@@ -115,7 +124,7 @@ class ParameterSpec:
 
     name: str
     role: str
-    shape: tuple[int, ...] = field(converter=lambda value: tuple(int(n) for n in value))
+    shape: tuple[int, ...] = field(converter=_sizes)
     contract: Contract
     boundary: str
     reason: str = ""
@@ -147,7 +156,8 @@ class BoundaryTensor:
         outside: what the neighbours exchange.
         inside: what the module computes with.
         plain: the tensor carries no layout by nature (ids, masks, position tables); validate mode
-            takes it as `outside` instead of calling it lost.
+            takes an input as `outside` instead of calling it lost, and hands an output on as the
+            plain local tensor.
         optional: the argument may be absent or None.
     """
 
@@ -215,9 +225,7 @@ class ShardingPlan:
     model_axes: tuple[str, ...] = field(converter=_sequence)
     parameters: tuple[ParameterSpec, ...] = field(converter=_sequence)
     boundaries: tuple[BoundarySpec, ...] = field(converter=_sequence)
-    tied: tuple[tuple[str, ...], ...] = field(
-        default=(), converter=lambda value: tuple(tuple(names) for names in value)
-    )
+    tied: tuple[tuple[str, ...], ...] = field(default=(), converter=_groups)
 
     @property
     def model_mesh(self) -> AbstractMesh:
