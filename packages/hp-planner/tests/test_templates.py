@@ -98,7 +98,7 @@ def test_boundaries_with_sequence_parallelism(moe):
 
 
 def test_plain_inputs_are_ids_masks_and_position_tables(moe):
-    assert plain(moe.boundary("")) == ["input_ids", "labels", "position_ids", "attention_mask"]
+    assert plain(moe.boundary("")) == ["input_ids", "labels"]
     assert plain(moe.boundary("model.embed_tokens")) == ["input"]
     assert plain(moe.boundary("model.layers.0.self_attn")) == [
         "position_embeddings",

@@ -47,8 +47,10 @@ ROWS = sharded(TENSOR_AXIS, 0)
 COLUMNS = sharded(TENSOR_AXIS, 1)
 LAST_OF_THREE = sharded(TENSOR_AXIS, 2)
 
-# Arguments that carry no layout: ids, masks, position tables.
-MODEL_INPUTS = ("input_ids", "labels", "position_ids", "attention_mask")
+# Arguments that carry no layout: ids, masks, position tables. The model's masks and positions are
+# not declared: transformers mixes them with tensors that it makes itself, and what comes of them
+# is declared where a layer takes it.
+MODEL_INPUTS = ("input_ids", "labels")
 PLAIN_INPUTS = ("position_embeddings", "attention_mask", "position_ids")
 
 EXPERT_REGION = Region(RegionKind.OPAQUE, "grouped expert kernels on plain local tensors")
