@@ -18,6 +18,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.zeros(4, 16, 8))
         self.down_proj = nn.Parameter(torch.zeros(4, 8, 16))
+        self.per_expert_scale = nn.Parameter(torch.zeros(4, 1, 8))
         self.gate_up_proj_bias = nn.Parameter(torch.zeros(4, 16))
 
 
@@ -72,6 +73,7 @@ def test_every_parameter_has_a_role():
     assert roles["layers.0.gate.weight"] is Role.ROUTER
     assert roles["layers.0.experts.down_proj"] is Role.EXPERTS
     assert roles["layers.0.experts.gate_up_proj_bias"] is Role.VECTOR
+    assert roles["layers.0.experts.per_expert_scale"] is Role.OTHER
     assert roles["layers.0.norm.weight"] is Role.NORM
     assert roles["layers.0.conv1d.weight"] is Role.CONVOLUTION
     assert roles["layers.0.A_log"] is Role.ELEMENTWISE

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from hp_muon import Muon, MuonError
 from hp_muon.reference import DenseMuon
@@ -242,18 +242,44 @@ def test_state_of_another_shape_is_refused_by_name():
 
 
 @pytest.mark.ranks
+def test_momentum_reaches_every_rank_over_several_replica_axes():
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+        generator = torch.Generator().manual_seed(0)
+        full = [torch.randn(4, 3, generator=generator) for _ in range(6)]
+        places = [Replicate(), Replicate()]
+        weights = [nn.Parameter(distribute_tensor(p.clone(), mesh, places)) for p in full]
+        optimizer = Muon(weights, **ARGUMENTS)
+        for weight, gradient in zip(weights, full):
+            weight.grad = distribute_tensor(gradient, mesh, places)
+        optimizer.step()
+        state = optimizer.state_dict()["state"]
+        for index, gradient in enumerate(full):
+            assert torch.equal(state[index]["momentum_buffer"].to_local(), gradient)
+        return sum("momentum_buffer" in s for s in optimizer.state.values())
+
+    assert sum(run_ranks(body, 4)) == 6
+
+
+@pytest.mark.ranks
 def test_a_group_added_later_keeps_the_momentum_of_the_others():
+    """The added matrices are larger, so the plan is other, and with it who owns the momentum."""
+
     def body():
-        models = [sharded(mesh_of(4, 2)) for _ in range(2)]
-        extra = [nn.Parameter(torch.ones(4, 4)) for _ in range(2)]
+        mesh = mesh_of(4, 2)
+        places = [Replicate(), Shard(0)]
+        models = [sharded(mesh) for _ in range(2)]
+        extra = [nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, places)) for _ in range(2)]
         early = Muon([*groups(models[0]), {"params": [("extra", extra[0])]}], **ARGUMENTS)
         late = Muon(groups(models[1]), **ARGUMENTS)
         train(models[0], early, range(2))
         train(models[1], late, range(2))
+        before = late.plan.owned
         late.add_param_group({"params": [("extra", extra[1])]})
         train(models[0], early, range(2, 4))
         train(models[1], late, range(2, 4))
         for mine, other in zip(models[0].parameters(), models[1].parameters()):
             torch.testing.assert_close(mine.full_tensor(), other.full_tensor())
+        return before - late.plan.owned
 
-    run_ranks(body, 4)
+    assert any(run_ranks(body, 4))  # on some rank, momentum moved away

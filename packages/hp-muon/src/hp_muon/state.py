@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_dtensor import Layout
+from hp_dtensor import AbstractMesh, Layout
 from hp_muon.errors import MuonError
 from hp_platform import MeshAxis, Origin, broadcast
 
@@ -39,6 +39,8 @@ def with_layout_of(parameter: Tensor, layout: Layout | None, local: Tensor) -> T
         )
     from hp_dtensor import DTensor  # loads the operator rules, which Muon itself does without
 
+    if isinstance(layout.mesh, AbstractMesh):
+        raise MuonError(f"{layout} is on an abstract mesh; state needs a DeviceMesh")
     return DTensor.from_local(local, layout.mesh, layout.placements, shape=layout.shape)
 
 
