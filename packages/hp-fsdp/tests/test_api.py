@@ -248,6 +248,34 @@ class PartlyCheckpointed(nn.Module):
         return x * self.scale
 
 
+class FrozenBehindAUnit(nn.Module):
+    """The root's trainable bias is done before its frozen weight has served the inner unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.frozen = nn.Parameter(torch.randn(8, 8), requires_grad=False)
+        self.bias = nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        return self.first(x) @ self.frozen + self.bias
+
+
+class ReusedInCheckpoints(nn.Module):
+    """The root's weight gets a gradient from two backwards inside the outer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(lambda y: torch.tanh(y @ self.weight), x, use_reentrant=True)
+        return x
+
+
 def one_unit(model, mesh):
     fully_shard(model, mesh=mesh)
 
@@ -346,6 +374,8 @@ CASES = {
         )
         for how in CHECKPOINTING
     },
+    "frozen behind a unit": (FrozenBehindAUnit, [simple]),
+    "reused in checkpoints": (ReusedInCheckpoints, [simple]),
     "checkpoint inside": (lambda: Stack(PartlyCheckpointed), [with_input_gradient]),
     "checkpoint frozen": (
         lambda: Stack(Lora, how="each saved"),

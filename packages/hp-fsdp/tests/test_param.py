@@ -18,6 +18,7 @@ from hp_dtensor import (
 from hp_fsdp import ShardingError, fully_shard
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
 from hp_platform import MeshAxis, all_reduce, ledger
+from hp_platform.buffers import aligned_empty
 from hp_platform.testing import run_ranks
 
 R = Replicate()
@@ -267,6 +268,26 @@ def test_shards_and_buffers_are_aligned_and_gathering_copies_nothing():
         gradient = torch.randn(4, 6)
         sent = even._hp_fsdp_unit.parameters[0].reduction_input(gradient)
         assert sent.data_ptr() == gradient.data_ptr()
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_padding_travels_as_zeros(monkeypatch):
+    def poisoned(numel, dtype, device):
+        return aligned_empty(numel, dtype, device).fill_(float("nan"))
+
+    def body(rank):
+        monkeypatch.setattr("hp_fsdp.param.aligned_empty", poisoned)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        for dim in (0, 1):
+            model = nn.Linear(5, 3, bias=False)
+            fully_shard(model, mesh=mesh, shard_placement_fn=lambda p, d=dim: Shard(d))
+            shard = model._hp_fsdp_unit.parameters[0]
+            sent = shard.reduction_input(torch.ones(3, 5))
+            assert sent.numel() == (20 if dim == 0 else 18)
+            assert sent.sum() == 15
+            assert shard._travelling_piece().isfinite().all()
 
     run_ranks(body, 2)
 
