@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,12 +78,16 @@ class Step:
 
 @frozen
 class Plan:
-    """A recipe with its transitions compiled: what one key resolves to."""
+    """A recipe with its transitions compiled: what one key resolves to.
+
+    `nested` says that some tensors are inside lists, dicts or keyword arguments.
+    """
 
     rule: Rule
     recipe: Recipe
     steps: tuple[Step | None, ...] | None
     call: Call
+    nested: bool = False
 
 
 class PlanCache:
@@ -137,14 +142,23 @@ def plan_for(
 def _key(value: Any, found: list[Tensor]) -> Any:
     """A hashable description of an argument; tensors are appended to `found` in order."""
     kind = type(value)
+    if kind is tuple or kind is list:
+        # The items of the outermost argument tuple come here one by one, so the common kinds are
+        # told apart before anything is called.
+        parts: list[Any] = [kind]
+        for item in value:
+            each = type(item)
+            if each in _PLAIN_KINDS:
+                parts.append((each, item))
+            elif issubclass(each, Tensor):
+                found.append(item)
+                parts.append(_tensor_key(item))
+            else:
+                parts.append(_key(item, found))
+        return tuple(parts)
     if issubclass(kind, Tensor):
         found.append(value)
-        layout = getattr(value, "_layout", None)
-        if layout is not None:
-            return layout, value.dtype
-        return _plain_key(value)
-    if kind is tuple or kind is list:
-        return kind, tuple([_key(item, found) for item in value])
+        return _tensor_key(value)
     if kind is dict:
         return tuple([(name, _key(item, found)) for name, item in value.items()])
     if kind is slice:
@@ -152,6 +166,16 @@ def _key(value: Any, found: list[Tensor]) -> Any:
     if isinstance(value, tuple | list):  # torch.Size and other sequences
         return kind, tuple([_key(item, found) for item in value])
     return kind, value
+
+
+_PLAIN_KINDS = frozenset({int, float, bool, str, type(None), torch.dtype})
+
+
+def _tensor_key(value: Any) -> Any:
+    try:
+        return value._layout, value._local.dtype
+    except AttributeError:
+        return _plain_key(value)
 
 
 def _plain_key(value: Tensor) -> Any:
@@ -246,7 +270,8 @@ def _bind(
     assert recipe is not None
     if call.inplace:
         _check_inplace(call, recipe)
-    return Plan(rule, recipe, _compile(call, recipe), call)
+    nested = bool(kwargs) or not all(isinstance(value, Tensor) for value in args)
+    return Plan(rule, recipe, _compile(call, recipe), call, nested)
 
 
 def _replicated_rule(name: str, operands: Sequence[Operand]) -> Rule:
@@ -322,9 +347,16 @@ def _run(
     found: Sequence[Tensor],
 ) -> Any:
     given = local_operands(plan, found)
-    supply = iter(given)
-    local_args = _substitute(args, supply)
-    local_kwargs = _substitute(kwargs, supply) if kwargs else {}
+    local_args: Any
+    if len(given) == len(args):  # tensors only
+        local_args, local_kwargs = given, kwargs
+        if plan.nested:
+            supply = iter(given)
+            local_args, local_kwargs = _substitute(args, supply), _substitute(kwargs, supply)
+    else:
+        supply = iter(given)
+        local_args = _substitute(args, supply)
+        local_kwargs = _substitute(kwargs, supply) if kwargs else kwargs
     run = plan.recipe.run
     if run is None:
         result = func(*local_args, **local_kwargs)
@@ -335,28 +367,28 @@ def _run(
     return _wrap(plan.recipe.outputs, result, found, given)
 
 
-def local_operands(plan: Plan, found: Sequence[Tensor]) -> list[Tensor]:
+def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
     """Local tensors of the operands, after the transitions the rule asks for."""
-    locals_ = [_local(plan, tensor) for tensor in found]
-    if plan.steps is None:
-        return locals_
-    return [
-        local if step is None else _apply(plan, step, local)
-        for local, step in zip(locals_, plan.steps)
-    ]
-
-
-def _local(plan: Plan, tensor: Any) -> Tensor:
-    local = getattr(tensor, "_local", None)
-    if local is None:
-        return tensor
-    if not local.requires_grad and _any_requires_grad(tensor):
-        raise OperatorError(
-            f"{plan.call.operator}: an operand came out of torch.autograd.Function.apply, which "
-            "computed on a DTensor without its gradient. Remedy: call to_local() before the "
-            "function and DTensor.from_local() after it, or declare the module an opaque region."
-        )
-    return local
+    given: list[Tensor] = []
+    for tensor in found:
+        try:
+            local = tensor._local
+        except AttributeError:
+            given.append(tensor)
+            continue
+        if not local.requires_grad and _any_requires_grad(tensor):
+            raise OperatorError(
+                f"{plan.call.operator}: an operand came out of torch.autograd.Function.apply, "
+                "which computed on a DTensor without its gradient. Remedy: call to_local() before "
+                "the function and DTensor.from_local() after it, or declare the module an opaque "
+                "region."
+            )
+        given.append(local)
+    if plan.steps is not None:
+        for index, step in enumerate(plan.steps):
+            if step is not None:
+                given[index] = _apply(plan, step, given[index])
+    return given
 
 
 def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
@@ -390,10 +422,11 @@ def move(transition: Transition, local: Tensor, origin: Origin) -> Tensor:
 def _substitute(value: Any, supply: Iterator[Tensor]) -> Any:
     """The same arguments with local tensors, taken in the order `_key` found them."""
     kind = type(value)
+    if kind is tuple or kind is list:
+        made = [item if type(item) in _PLAIN_KINDS else _substitute(item, supply) for item in value]
+        return made if kind is list else tuple(made)
     if issubclass(kind, Tensor):
         return next(supply)
-    if kind is tuple or kind is list:
-        return kind([_substitute(item, supply) for item in value])
     if kind is dict:
         return {name: _substitute(item, supply) for name, item in value.items()}
     return value
@@ -407,14 +440,14 @@ def _written(plan: Plan, found: Sequence[Tensor]) -> Any:
     return targets if plan.call.returns_list else targets[0]
 
 
-def _wrap(outputs: Any, result: Any, found: Sequence[Tensor], given: Sequence[Tensor]) -> Any:
+def _wrap(outputs: Any, result: Any, found: Sequence[Any], given: Sequence[Tensor]) -> Any:
     if isinstance(result, Tensor):
         if outputs is None:
             return result
-        layout = outputs.of(result) if isinstance(outputs, Everywhere) else outputs
-        for original, local in zip(found, given):
-            if local is result and getattr(original, "_layout", None) == layout:
-                return original  # the function returned its argument, as `contiguous` may
+        layout = outputs.of(result) if type(outputs) is Everywhere else outputs
+        for index, local in enumerate(given):
+            if local is result and getattr(found[index], "_layout", None) == layout:
+                return found[index]  # the function returned its argument, as `contiguous` may
         return make(result, layout)
     if isinstance(result, tuple | list):
         single = outputs is None or isinstance(outputs, Layout | Everywhere)
@@ -428,6 +461,11 @@ def _wrap(outputs: Any, result: Any, found: Sequence[Tensor], given: Sequence[Te
 
 def make(local: Tensor, layout: Layout) -> DTensor:
     """Wraps a result."""
+    return _dtensor_class()._of(local, layout)
+
+
+@cache
+def _dtensor_class() -> type[DTensor]:
     from hp_dtensor.dtensor import DTensor
 
-    return DTensor._of(local, layout)
+    return DTensor

@@ -12,6 +12,7 @@ import copy
 import importlib
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, gather_objects
 
 _ORIGIN = Origin("hp_dtensor", "redistribute")
+_make_wrapper = torch.Tensor._make_wrapper_subclass
 
 
 class DTensor(torch.Tensor):
@@ -41,7 +43,7 @@ class DTensor(torch.Tensor):
 
     _local: Tensor
     _layout: Layout
-    _gradient: DTensor | None
+    _gradient: DTensor | None = None
 
     @staticmethod
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
@@ -55,7 +57,7 @@ class DTensor(torch.Tensor):
         """Wraps without a check. The local tensor keeps its autograd history."""
         # The wrapper's own flag follows the local one, so that an autograd.Function applied to a
         # DTensor leaves a trace that the next operator refuses (see dispatch).
-        made: DTensor = torch.Tensor._make_wrapper_subclass(
+        made: DTensor = _make_wrapper(
             cls,
             layout.shape,
             dtype=local.dtype,
@@ -64,7 +66,6 @@ class DTensor(torch.Tensor):
         )
         made._local = local
         made._layout = layout
-        made._gradient = None
         return made
 
     # -- making and unmaking ---------------------------------------------------------------
@@ -390,7 +391,7 @@ class DTensor(torch.Tensor):
 
     def _with_plain_gradient(self) -> DTensor:
         """Where each rank would have to seed a summand, let every rank seed the whole."""
-        if any(isinstance(grad, Partial) for grad in self._layout.grad_placements):
+        if gradient_layout(self._layout).partial_axes():
             return self.redistribute()
         return self
 
@@ -524,12 +525,10 @@ class DTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        from hp_dtensor.direct import direct_handler
-
-        handler = direct_handler(func)
-        if handler is not None:
-            return handler(*args, **(kwargs or {}))
-        return dispatch(func, args, kwargs or {})
+        handler = _handler_of(func)
+        if handler is None:
+            return dispatch(func, args, kwargs or _NO_KEYWORDS)
+        return handler(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -543,11 +542,23 @@ class DTensor(torch.Tensor):
         )
 
 
+_NO_KEYWORDS: dict[str, Any] = {}
+
+
+@lru_cache(maxsize=4096)
+def _handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
+    """How a function is answered without a rule, or None; a memo of a pure function."""
+    from hp_dtensor.direct import direct_handler
+
+    return direct_handler(func)
+
+
 def _checkpoint() -> Any:
     """The module that knows torch.distributed.checkpoint, which is slow to import."""
     return importlib.import_module("hp_dtensor.checkpoint")
 
 
+@lru_cache(maxsize=4096)
 def gradient_layout(layout: Layout) -> Layout:
     """Where a gradient is: the gradient placements of `layout` as placements of a value."""
     return layout.with_placements(layout.grad_placements)
