@@ -48,7 +48,7 @@ from hp_dtensor.plan import (
     ShardingPlan,
 )
 from hp_dtensor.rules.engine import OperatorError
-from hp_platform import AgreementError
+from hp_platform import AgreementError, MeshAxis, Origin, barrier
 from hp_platform.testing import run_ranks
 
 AVERAGED = Contract({"tp": Partial("avg")})
@@ -356,6 +356,27 @@ def test_a_failed_report_is_the_same_on_every_rank_and_raises() -> None:
     assert first == second
     assert "DIFFERENT" in first
     assert "first difference: output of boundary layers.0.mlp, validate mode" in first
+
+
+@pytest.mark.ranks
+def test_a_collective_that_only_one_mode_runs_is_reported() -> None:
+    def body() -> tuple[bool, str | None]:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+
+        def loss(model: nn.Module, data: dict[str, Tensor]) -> Tensor:
+            if isinstance(model.get_parameter("norm.weight"), DTensor):
+                barrier(MeshAxis.of_mesh(mesh, "tp"), origin=Origin("planted"))
+            return loss_of(model, data)
+
+        report = check_gradients(Tiny, tiny_plan({"tp": 2}), mesh, batch(), loss)
+        assert all(each.ok for each in report.gradients)
+        return report.ok, report.collectives
+
+    for ok, text in run_ranks(body, 2):
+        assert not ok
+        assert text is not None
+        assert "number 0 is barrier over tp" in text
+        assert "for planted in validate mode" in text
 
 
 @pytest.mark.ranks

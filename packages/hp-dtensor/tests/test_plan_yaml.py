@@ -124,7 +124,7 @@ def test_the_text_of_a_placement_reads_back_as_the_placement(placement: Placemen
     assert parse_placement(describe(placement)) == placement
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(plans())
 def test_a_plan_survives_yaml_exactly(plan: ShardingPlan) -> None:
     restored = from_yaml(to_yaml(plan))
@@ -140,23 +140,22 @@ def test_the_yaml_reads_like_the_plan() -> None:
     assert "inside: {tp: R grad P(sum)}" in text
 
 
-def test_the_digest_is_the_same_in_processes_with_other_hash_seeds() -> None:
+def test_the_digest_is_the_same_in_a_process_with_another_hash_seed() -> None:
     code = (
         "import sys; from hp_dtensor.plan import ShardingPlan\n"
-        "print(ShardingPlan.from_yaml(sys.stdin.read()).digest)"
+        "print(hash('a'), ShardingPlan.from_yaml(sys.stdin.read()).digest)"
     )
-    digests = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            input=to_yaml(example()),
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }
-    assert digests == {example().digest}
+    answer = subprocess.run(
+        [sys.executable, "-c", code],
+        input=to_yaml(example()),
+        env={**os.environ, "PYTHONHASHSEED": "20240229"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seen, digest = answer.stdout.split()
+    assert int(seen) != hash("a")
+    assert digest == example().digest
 
 
 def test_the_digest_sees_the_order_of_the_mesh_axes() -> None:

@@ -191,7 +191,12 @@ class _FlowList(list[Any]):
     """A list that is written on one line."""
 
 
-class _Dumper(yaml.SafeDumper):
+# libyaml where it was compiled in: five times as fast, and the same YAML.
+_FastDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_FastLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Dumper(_FastDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
@@ -234,7 +239,7 @@ def to_yaml(plan: ShardingPlan) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, width=100)
 
 
-class _UniqueKeysLoader(yaml.SafeLoader):
+class _UniqueKeysLoader(_FastLoader):
     """YAML's own rule that a key occurs once, which PyYAML does not enforce."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
