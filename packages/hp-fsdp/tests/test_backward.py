@@ -215,6 +215,21 @@ def test_frozen_parameters_are_gathered_and_never_reduced():
     run_ranks(body, 2)
 
 
+@pytest.mark.ranks
+def test_modules_of_one_unit_are_reduced_together_although_backward_reaches_them_apart():
+    def body(rank):
+        model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+        fully_shard([model[0], model[2]], mesh=flat(2))
+        fully_shard(model, mesh=flat(2))
+        for _ in range(2):
+            with ledger() as log:
+                model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+            scatters = Counter(r.origin.name for r in log.records if r.operation[:2] == "re")
+            assert scatters == {"0+2": 2, "root": 1}
+
+    run_ranks(body, 2)
+
+
 # -- accumulation ----------------------------------------------------------------------
 
 
