@@ -12,11 +12,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hp_dtensor.contracts import (
+        ContractError,
+        PlanError,
+    )
     from hp_dtensor.dtensor import (
         DTensor,
         distribute_tensor,
     )
     from hp_dtensor.equivalence import (
+        EquivalenceError,
         GradientReport,
         check_gradients,
     )
@@ -68,13 +73,16 @@ _EXPORTS = {
     "BoundarySpec": "plan",
     "BoundaryTensor": "plan",
     "Contract": "plan",
+    "ContractError": "contracts",
     "DTensor": "dtensor",
+    "EquivalenceError": "equivalence",
     "GradientReport": "equivalence",
     "Layout": "layout",
     "LocalAttribute": "plan",
     "ParameterSpec": "plan",
     "Partial": "placements",
     "Placement": "placements",
+    "PlanError": "contracts",
     "RaggedShard": "placements",
     "Region": "plan",
     "RegionKind": "plan",
@@ -99,13 +107,16 @@ __all__ = [
     "BoundarySpec",
     "BoundaryTensor",
     "Contract",
+    "ContractError",
     "DTensor",
+    "EquivalenceError",
     "GradientReport",
     "Layout",
     "LocalAttribute",
     "ParameterSpec",
     "Partial",
     "Placement",
+    "PlanError",
     "RaggedShard",
     "Region",
     "RegionKind",
