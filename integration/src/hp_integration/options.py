@@ -38,7 +38,7 @@ class Options:
     config: Path | None = field(default=None, converter=_path)
     data: Path | None = field(default=None, converter=_path)
     tokenizer: Path | None = field(default=None, converter=_path)
-    steps: int = 100
+    steps: int = 60
     batch_size: int = 16
     seq_len: int = 128
     lr: float = 0.02

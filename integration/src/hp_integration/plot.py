@@ -90,7 +90,7 @@ def _draw_timeline(axes: Any, records: Sequence[Record]) -> None:
             label=label,
         )
     axes.set_yticks(range(len(lanes)), [f"{tier}: {axis}" for tier, axis in lanes])
-    axes.legend(loc="upper right", fontsize="small")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=len(named), fontsize="small")
 
 
 def _lane(record: Record) -> tuple[str, str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hp_integration.train import Result
     from hp_integration.world import World
 
-_WIDTH_WHERE_NO_TERMINAL = 100
+_WIDTH_WHERE_NO_TERMINAL = 120
 
 
 @frozen
@@ -65,7 +65,7 @@ class Report:
     def validated(self, plan: ShardingPlan, loss: float) -> None:
         if self.console is not None:
             self._section("Validate mode")
-            self.console.print(
+            self._print_text(
                 f"one step forward and backward, {len(plan.boundaries)} boundaries and "
                 f"{len(plan.parameters)} parameters checked: loss {loss:.6f} on the first batch"
             )

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hp_dtensor import Replicate
+from hp_dtensor import Layout, Replicate
 from hp_dtensor.dtensor import DTensor
 from hp_integration.data import (
     Batch,
@@ -41,8 +41,9 @@ def _declared_beside(logits: Tensor, targets: Tensor) -> Tensor:
     """`targets`, equal on the ranks that share `logits`, as a replicated DTensor beside one."""
     if not isinstance(logits, DTensor):
         return targets
-    everywhere = [Replicate()] * len(logits.placements)
-    return DTensor.from_local(targets, logits.device_mesh, everywhere, shape=targets.shape)
+    layout = logits.layout
+    everywhere = [Replicate()] * len(layout.placements)
+    return DTensor.of_layout(targets, Layout(layout.mesh, everywhere, tuple(targets.shape)))
 
 
 def training_batch(corpus: Corpus, options: Options, data: DataParallel, step: int) -> Batch:

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from attrs import frozen
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_integration.errors import InputError
@@ -81,7 +82,7 @@ def process_group() -> Iterator[World]:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield World.current()
     dist.destroy_process_group()
 

@@ -1,0 +1,98 @@
+"""Benchmarks report in one form; a target that does not hold is reported, not hidden."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+
+from hp_integration.bench import host_overhead
+from hp_integration.bench.__main__ import main
+from hp_integration.bench.handwritten import HandwrittenBlock
+from hp_integration.bench.muon import Case, _adamw, _measure
+from hp_integration.bench.pairs import interleaved, medians
+from hp_integration.bench.result import BenchResult, Row, Target, geometric_mean
+from hp_integration.models import build_model
+from hp_platform.axis import MeshAxis
+from hp_platform.testing import run_ranks
+
+RESULT = BenchResult(
+    "fsdp",
+    [Row("hidden=128 ranks=2", 0.7, "FSDP2", 1.4, "s")],
+    [Target("kept", 0.5, 0.75), Target("missed", 0.9, 0.75)],
+)
+
+
+def test_json_has_the_agreed_form() -> None:
+    found = json.loads(RESULT.to_json())
+    assert set(found) == {"bench", "machine", "rows", "targets"}
+    assert set(found["machine"]) == {"cpu", "cores", "torch"}
+    assert found["rows"] == [
+        {"case": "hidden=128 ranks=2", "ours": 0.7, "peer": "FSDP2", "theirs": 1.4, "unit": "s",
+         "ratio": 0.5}
+    ]  # fmt: skip
+    assert [target["holds"] for target in found["targets"]] == [True, False]
+
+
+def test_a_missed_target_is_shown() -> None:
+    console = Console(file=io.StringIO(), width=140)
+    RESULT.print(console)
+    assert "missed: 0.900, limit 0.75: DOES NOT HOLD" in console.file.getvalue()
+
+
+def test_the_command_prints_one_json_object_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host_overhead, "run", lambda quick: RESULT)
+    assert main(["host-overhead", "--json", "--quick"]) == 0
+    assert json.loads(capsys.readouterr().out)["bench"] == "fsdp"
+
+
+def test_sides_are_called_in_turn_and_warm_up_is_not_counted() -> None:
+    calls: list[str] = []
+    sides = {name: (lambda n=name: calls.append(n)) for name in ("a", "b")}
+    times = interleaved(sides, repeats=2, warmup=1)
+    assert calls == ["a", "b"] * 3
+    assert [len(values) for values in times.values()] == [2, 2]
+
+
+def test_means() -> None:
+    assert geometric_mean([0.5, 2.0]) == pytest.approx(1.0)
+    assert medians({"a": [3.0, 1.0, 2.0]}) == {"a": 2.0}
+
+
+@pytest.mark.ranks
+def test_the_muon_benchmark_measures_every_side_on_real_ranks() -> None:
+    case = Case("small", ((8, 8), (8, 16), (16, 8)), {"AdamW": _adamw})
+    found = run_ranks(lambda: _measure(case, 1), 4)[0]
+    assert set(found.wall) == set(found.cpu) == {"ours", "AdamW"}
+    assert all(value > 0 for value in (*found.wall.values(), *found.cpu.values(), found.floor))
+
+
+@pytest.mark.ranks
+def test_the_handwritten_block_computes_what_the_whole_block_does() -> None:
+    def body(rank: int) -> float:
+        axis = MeshAxis.of_group()
+        config = host_overhead._config(2)
+        torch.manual_seed(1)
+        hidden, positions = torch.randn(1, 16, 64), host_overhead._positions()
+        whole = build_model(config, seed=0).get_submodule("model.layers.1")
+        block = HandwrittenBlock(host_overhead._config(2), axis)
+        _cut(whole, block.layer, rank)
+        expected = whole(hidden, attention_mask=None, position_embeddings=positions)
+        found = block(hidden[:, 8 * rank : 8 * rank + 8], None, positions)
+        return float((found - expected[:, 8 * rank : 8 * rank + 8]).abs().max())
+
+    assert max(run_ranks(body, 2)) < 1e-5
+
+
+def _cut(whole: torch.nn.Module, part: torch.nn.Module, rank: int) -> None:
+    """Copies this rank's half of every weight of `whole` into `part`."""
+    with torch.no_grad():
+        for name, target in part.named_parameters():
+            source = whole.get_parameter(name)
+            for dim in range(source.ndim):
+                if source.shape[dim] != target.shape[dim]:
+                    source = source.chunk(2, dim)[rank]
+            target.copy_(source)
