@@ -79,8 +79,8 @@ class BenchResult:
             title=f"{self.bench}: {found['cpu']}, {found['cores']} cores, torch {found['torch']}"
         )
         for column in ("case", "ours", "peer", "theirs", "unit", "ratio"):
-            justify = "left" if column in ("case", "peer") else "right"
-            table.add_column(column, justify=justify, no_wrap=True)
+            words = column in ("case", "peer")
+            table.add_column(column, justify="left" if words else "right", no_wrap=True)
         for row in self.rows:
             numbers = (f"{row.ours:.4g}", row.peer, f"{row.theirs:.4g}", row.unit)
             table.add_row(row.case, *numbers, f"{row.ratio:.3f}")
