@@ -8,7 +8,8 @@ give no order between calls in flight, so a call whose input is another's result
 issued after that other's wait.
 
 An axis of size 1 has no group: its collectives copy locally, send nothing and are not
-entered in the ledger. The same holds for messages without elements.
+entered in the ledger. The same holds for messages without elements, but for an all-to-all:
+a rank cannot know whether the others' shares are empty too.
 
 An average is a sum that `wait()` divides by the axis size. Types a backend does not know are
 moved as bytes.
