@@ -1,3 +1,0 @@
-"""Imports once, in the parent, what every forked rank would otherwise import for itself."""
-
-import torch._dynamo  # noqa: F401
