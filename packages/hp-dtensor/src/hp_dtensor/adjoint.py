@@ -1,4 +1,4 @@
-"""Value and gradient placements of both ends of a transition, and its adjoint (DESIGN D3).
+"""Value and gradient placements of both ends of a transition, and its adjoint (decision D3).
 
 A value x and its gradient g are both global tensors; a layout says how each is spread over the
 ranks. The pairing of a value's locals x_r with its gradient's locals g_r is

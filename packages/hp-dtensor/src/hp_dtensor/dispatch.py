@@ -1,4 +1,4 @@
-"""Every call of a torch function on a DTensor passes here, above autograd (DESIGN D5).
+"""Every call of a torch function on a DTensor passes here, above autograd (decision D5).
 
 1. The arguments are flattened, and a key is built of everything that can change the answer.
 2. The operator's rule gives a *recipe*, once per key: a transition for each operand that needs

@@ -1,4 +1,4 @@
-"""Layout: mesh, placements and global shape, and which global indices a rank holds (DESIGN D2).
+"""Layout: mesh, placements and global shape, and which global indices a rank holds (decision D2).
 
 `Layout.owned_indices` is the ground truth that local shapes, redistribution, checkpoint chunks and
 Muon's gathers agree with. The order in which axes cut a dim is:

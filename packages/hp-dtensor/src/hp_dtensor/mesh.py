@@ -1,4 +1,4 @@
-"""A mesh as plain data: axis names and sizes, without process groups (DESIGN D6)."""
+"""A mesh as plain data: axis names and sizes, without process groups (decision D6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Everything about a plan, a module and a mesh that can be known before the first collective.
 
-All findings are reported in one error, so that a plan is mended in one go (DESIGN D13).
+All findings are reported in one error, so that a plan is mended in one go (decision D13).
 """
 
 from __future__ import annotations

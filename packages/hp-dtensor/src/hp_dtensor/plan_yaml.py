@@ -1,4 +1,4 @@
-"""The sharding plan as YAML, both ways, and its canonical bytes (DESIGN D6).
+"""The sharding plan as YAML, both ways, and its canonical bytes (decision D6).
 
 Placements are short text: `S(0)`, `SS(0,2)`, `Sec(0,[4,2,2])`, `Rag([0],[1,0])`, `R`, `P(sum)`.
 A contract maps mesh axes to that text; where a replicated value's gradient is a sum over ranks,

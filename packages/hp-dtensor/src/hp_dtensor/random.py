@@ -1,4 +1,4 @@
-"""Random numbers that belong to the global tensor (DESIGN D11).
+"""Random numbers that belong to the global tensor (decision D11).
 
 A value is a function of (seed, draw, global index), computed by the counter-based generator
 Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11)

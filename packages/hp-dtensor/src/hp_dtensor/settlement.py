@@ -1,7 +1,7 @@
 """Gradients of replicated parameters, summed over the axes where each rank holds a summand.
 
 A replicated parameter that sharded activations consume gets, on every rank, only its own share of
-the gradient: the layout says value Replicate, gradient Partial (DESIGN D3). One fused all-reduce
+the gradient: the layout says value Replicate, gradient Partial (decision D3). One fused all-reduce
 per axis and backward makes them whole.
 """
 

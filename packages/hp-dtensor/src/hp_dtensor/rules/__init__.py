@@ -1,4 +1,4 @@
-"""Layout rules of torch's operators, written as axis patterns (DESIGN D4)."""
+"""Layout rules of torch's operators, written as axis patterns (decision D4)."""
 
 from hp_dtensor.rules.engine import OperatorError, Pattern, derive, parse
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule

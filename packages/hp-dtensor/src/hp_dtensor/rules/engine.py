@@ -1,4 +1,4 @@
-"""Axis patterns: from one line in einops notation to placements (DESIGN D3, D4).
+"""Axis patterns: from one line in einops notation to placements (decisions D3, D4).
 
 A pattern lists the dims of every operand and of every output by name:
 
