@@ -19,6 +19,7 @@ PUBLIC = [
     "GradientReport",
     "Layout",
     "LocalAttribute",
+    "OperatorError",
     "ParameterSpec",
     "Partial",
     "Placement",

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
         RegionKind,
         ShardingPlan,
     )
+    from hp_dtensor.rules.engine import (
+        OperatorError,
+    )
     from hp_dtensor.settlement import (
         settle_gradients,
     )
@@ -79,6 +82,7 @@ _EXPORTS = {
     "GradientReport": "equivalence",
     "Layout": "layout",
     "LocalAttribute": "plan",
+    "OperatorError": "rules.engine",
     "ParameterSpec": "plan",
     "Partial": "placements",
     "Placement": "placements",
@@ -113,6 +117,7 @@ __all__ = [
     "GradientReport",
     "Layout",
     "LocalAttribute",
+    "OperatorError",
     "ParameterSpec",
     "Partial",
     "Placement",

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Protocol
 
 import torch
 from attrs import frozen
@@ -27,12 +26,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hp_dtensor.cuts import Run, length
 from hp_dtensor.layout import Coordinate, Layout, layout_of
-
-
-class Distributed(Protocol):
-    """What is needed of a distributed tensor: its layout (by `layout_of`) and local tensor."""
-
-    def to_local(self) -> Tensor: ...
 
 
 @frozen

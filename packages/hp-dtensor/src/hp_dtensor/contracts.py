@@ -6,7 +6,7 @@ global shape, a compiled `Transition`.
 
 Activations are cut evenly. A rank that holds a piece can then tell the global shape from its own
 piece, without asking the others; a boundary that would cut a dim unevenly refuses it, on every
-rank alike and before any collective (DESIGN D13). Parameters are free of this rule.
+rank alike and before any collective (decision D13). Parameters are free of this rule.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ __all__ = [
     "describe_contract",
     "describe_layout",
     "global_shape",
+    "has_tensor",
     "layout_under",
     "map_tensors",
     "read_output",
@@ -191,6 +192,19 @@ class Crossing:
             self._check_even(target)
             found = self._compiled[shape] = Transition.compile(source, target)
         return found
+
+    def read(self, output: Any) -> Any:
+        """The part of a module's output that this crossing carries; None when absent.
+
+        Raises:
+            ContractError: the output has no such part.
+        """
+        try:
+            return read_output(output, self.spec.where)
+        except LookupError as error:
+            raise ContractError(
+                f"{self.name}: the module returned no such output ({error.args[0]})"
+            ) from None
 
     def _check_even(self, layout: Layout) -> None:
         if layout.is_even:

@@ -1,9 +1,8 @@
-"""DTensor: a tensor that knows how it is laid out (DESIGN D3, D5, D9).
+"""DTensor: a tensor that knows how it is laid out (decisions D3, D5, D9).
 
 `DTensor` is a `torch.Tensor` whose shape is the global one. It has no storage of its own: it holds
 the plain tensor of this rank and a `Layout`. Torch functions are intercepted above autograd, so
-the autograd engine and the kernels see plain local tensors only; a DTensor that reaches a kernel
-is an error.
+autograd and kernels work on plain local tensors; a DTensor that reaches a kernel is an error.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from torch.distributed.tensor import Partial, Placement, Replicate
 
 from hp_dtensor.dispatch import dispatch, move
 from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.placements import describe, is_sharding, sharded_dims
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.transition import Transition
-from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, gather_objects
 
 _ORIGIN = Origin("hp_dtensor", "redistribute")
@@ -610,7 +608,7 @@ def _exchanged_shape(
             raise ValueError(
                 f"from_local: {describe(placement)} needs the global shape; pass shape="
             )
-        everyone = gather_objects(tuple(shape), MeshAxis.of_mesh(mesh, axis), origin=_ORIGIN)
+        everyone = gather_objects(tuple(shape), mesh_axis(mesh, axis), origin=_ORIGIN)
         dim = dims[0] % len(shape)
         rest = {each[:dim] + each[dim + 1 :] for each in everyone}
         if len(rest) > 1:
@@ -630,7 +628,7 @@ def _chunk_shaped(
     fits = tuple(local.shape) == layout.local_shape()
     problems = [(layout.coordinate(), tuple(local.shape))] if not fits else []
     for axis in range(mesh.ndim):
-        found = gather_objects(problems, MeshAxis.of_mesh(mesh, axis), origin=_ORIGIN)
+        found = gather_objects(problems, mesh_axis(mesh, axis), origin=_ORIGIN)
         problems = sorted({problem for each in found for problem in each})
     if problems:
         raise ValueError(

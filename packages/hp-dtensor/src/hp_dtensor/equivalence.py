@@ -31,13 +31,13 @@ from hp_dtensor.dispatch import implicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import settled_placements
 from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.placements import Replicate
 from hp_dtensor.plan import BoundarySpec, BoundaryTensor, Contract, ShardingPlan
 from hp_dtensor.transition import Transition
 from hp_dtensor.validate import opaque_regions, trace_places
-from hp_platform import HPError, MeshAxis, Origin, Record, gather_objects, ledger
+from hp_platform import HPError, Origin, Record, gather_objects, ledger
 from hp_platform.agreement import agree
 
 __all__ = ["Difference", "EquivalenceError", "GradientReport", "check_gradients"]
@@ -201,7 +201,7 @@ def _agree_on_values(state: Mapping[str, object], axes: ModelAxes) -> None:
         sums[name] = (tuple(value.shape), float(flat @ weights))
     if isinstance(axes.mesh, DeviceMesh):
         for axis in range(axes.mesh.ndim):
-            agree("the model's initial values", sums, MeshAxis.of_mesh(axes.mesh, axis))
+            agree("the model's initial values", sums, mesh_axis(axes.mesh, axis))
 
 
 # -- running -----------------------------------------------------------------------------------
@@ -433,7 +433,7 @@ def _on_every_rank(
     for axis in range(mesh.ndim):
         everyone = gather_objects(
             (found, collectives),
-            MeshAxis.of_mesh(mesh, axis),
+            mesh_axis(mesh, axis),
             origin=Origin("hp_dtensor", "gradient equivalence", "check"),
         )
         found = {

@@ -1,4 +1,4 @@
-"""One plan, two modes (paper section 4.3; DESIGN D7, D8)."""
+"""One plan, two modes (paper section 4.3; decisions D7, D8)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.contracts import ModelAxes
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.plan_checks import PARALLELIZED, check_plan
 from hp_dtensor.production import apply_production
 from hp_dtensor.validate import apply_validate
-from hp_platform import MeshAxis
 from hp_platform.agreement import agree
 
 __all__ = ["parallelize"]
@@ -72,4 +71,4 @@ def _agree(plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh, mode: str) -> No
     if isinstance(mesh, AbstractMesh) or not dist.is_initialized():
         return
     for axis in range(mesh.ndim):
-        agree("the sharding plan", (plan.digest, mode), MeshAxis.of_mesh(mesh, axis))
+        agree("the sharding plan", (plan.digest, mode), mesh_axis(mesh, axis))

@@ -1,4 +1,4 @@
-"""Placements: how one mesh axis divides a tensor (DESIGN D1, D2).
+"""Placements: how one mesh axis divides a tensor (decisions D1, D2).
 
 `Shard`, `Replicate` and `Partial` are PyTorch's own. Three more derive from PyTorch's public
 `Placement`: `StridedShard`, `SectionedShard` and `RaggedShard`. What each rank holds is decided
@@ -7,7 +7,7 @@ in one place, `hp_dtensor.layout`; a placement only carries its parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeGuard
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -28,7 +28,6 @@ __all__ = [
     "is_replicate",
     "is_sharding",
     "normalize_placement",
-    "normalize_placements",
     "sharded_dims",
     "to_torch_placement",
 ]
@@ -195,7 +194,7 @@ def sharded_dims(placement: Placement) -> tuple[int, ...]:
 
 def default_grad_placement(placement: Placement) -> Placement:
     """The gradient's placement where nothing else is said (D3)."""
-    return placement if is_sharding(placement) else Replicate()
+    return Replicate() if is_replicate(placement) or is_partial(placement) else placement
 
 
 def _normalize_dim(dim: int, ndim: int, placement: object) -> int:
@@ -242,10 +241,6 @@ def normalize_placement(placement: Any, ndim: int) -> Placement:
         f"{placement!r} is not a supported placement; use Shard, StridedShard, SectionedShard, "
         "RaggedShard, Replicate or Partial"
     )
-
-
-def normalize_placements(placements: Iterable[Placement], ndim: int) -> tuple[Placement, ...]:
-    return tuple(normalize_placement(placement, ndim) for placement in placements)
 
 
 def to_torch_placement(placement: Placement) -> Placement:

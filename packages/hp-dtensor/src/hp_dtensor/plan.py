@@ -1,4 +1,4 @@
-"""The sharding plan as frozen data (paper section 4.1; DESIGN D3, D6).
+"""The sharding plan as frozen data (paper section 4.1; decisions D3, D6).
 
 A plan assigns every parameter a contract (placements of its value and of its gradient) and every
 module boundary a pair of contracts for each tensor that crosses it: what the neighbours exchange
@@ -17,6 +17,7 @@ from attrs import field, frozen
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import default_grad_placement
 
 
 def _sizes(value: Iterable[int]) -> tuple[int, ...]:
@@ -89,11 +90,6 @@ class Contract:
 
 
 REPLICATED = Contract()
-
-
-def default_grad_placement(placement: Placement) -> Placement:
-    """The gradient's placement where only one makes sense (D3)."""
-    return Replicate() if isinstance(placement, Partial | Replicate) else placement
 
 
 def replicated_with_partial_gradient(axis: str) -> Contract:
@@ -196,7 +192,7 @@ class Region:
 
 @frozen
 class BoundarySpec:
-    """A module whose inputs and outputs have declared layouts."""
+    """What crosses one module's boundary, which way, and how its inside is checked."""
 
     module: str
     kind: BoundaryKind
@@ -274,10 +270,3 @@ class ShardingPlan:
             f"plan {self.digest} for {self.model} on {self.mesh}: "
             f"{len(self.parameters)} parameters, {len(self.boundaries)} boundaries"
         )
-
-
-def as_plain(value: Any) -> Any:
-    """Placements as short text (`S(0)`, `R`, `P(sum)`), for tables and errors."""
-    from hp_dtensor.placements import describe
-
-    return describe(value)

@@ -1,7 +1,8 @@
 """Production mode: plain local parameters, and boundary collectives replayed by module hooks.
 
-After `apply` no wrapper exists (DESIGN D7). A boundary whose contracts agree costs nothing; at the
-others a hook looks up the transition compiled for the tensor's shape and replays it.
+After `apply_production` no wrapper exists (decision D7). A boundary whose contracts agree costs
+nothing; at the others a hook looks up the transition compiled for the tensor's shape and replays
+it.
 """
 
 from __future__ import annotations
@@ -22,26 +23,25 @@ from hp_dtensor.contracts import (
     has_tensor,
     layout_under,
     map_tensors,
-    read_output,
     write_output,
 )
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient
 from hp_dtensor.layout import Layout, attach_layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
-from hp_dtensor.placements import Partial
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
 from hp_dtensor.plan_checks import read_attribute
+from hp_dtensor.settlement import needs_settlement
 from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
 from hp_platform import Origin
 
 __all__ = [
     "apply_production",
     "crossings",
+    "cut_parameter",
     "install_boundary",
     "install_vocabulary",
     "local_part",
     "localize",
-    "needs_settlement",
 ]
 
 
@@ -122,14 +122,6 @@ def local_part(full: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Ten
         indices = layout.dim_indices(dim, coordinate).to(full.device)
         part = part.index_select(dim, indices)
     return part
-
-
-def needs_settlement(layout: Layout) -> bool:
-    """Whether the gradient is a summand on ranks of an axis that has more than one."""
-    sizes = layout.abstract_mesh.sizes
-    return any(
-        isinstance(grad, Partial) and size > 1 for grad, size in zip(layout.grad_placements, sizes)
-    )
 
 
 def localize(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None:
@@ -243,14 +235,8 @@ class Exit(_Replay):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         for crossing in self.outputs:
-            where = crossing.spec.where
-            try:
-                value = read_output(output, where)
-            except LookupError as error:
-                raise ContractError(
-                    f"{crossing.name}: the module returned no such output ({error.args[0]})"
-                ) from None
+            value = crossing.read(output)
             outside = self._cross(crossing, value)
             if outside is not value:
-                output = write_output(output, where, outside)
+                output = write_output(output, crossing.spec.where, outside)
         return output

@@ -1,4 +1,4 @@
-"""Validate mode: tensors carry their layouts, and every boundary checks them (DESIGN D5, D8).
+"""Validate mode: tensors carry their layouts, and every boundary checks them (decisions D5, D8).
 
 Parameters become `DTensor`s on the model axes. At each boundary the declared inputs must arrive as
 the contract says, and as the neighbour that made them declared; the transition is the one that
@@ -25,7 +25,6 @@ from hp_dtensor.contracts import (
     has_tensor,
     layout_under,
     map_tensors,
-    read_output,
     write_output,
 )
 from hp_dtensor.dispatch import implicit
@@ -41,8 +40,8 @@ from hp_dtensor.production import (
     install_vocabulary,
     local_part,
     localize,
-    needs_settlement,
 )
+from hp_dtensor.settlement import needs_settlement
 from hp_platform import Origin
 
 __all__ = ["apply_validate", "opaque_regions", "trace_places"]
@@ -232,9 +231,8 @@ class _Check:
 
     def _move(self, crossing: Crossing, tensor: DTensor) -> DTensor:
         transition = crossing.from_global_shape(tensor.layout.shape)
-        target = layout_under(crossing.target, self.mesh, tensor.layout.shape)
         local = transition.apply(tensor.to_local(), origin=self.origin)
-        return DTensor.of_layout(local, target)
+        return DTensor.of_layout(local, transition.target)
 
     def _lost(self, crossing: Crossing, tensor: Tensor, remedy: str) -> ContractError:
         return ContractError(
@@ -308,12 +306,7 @@ class CheckedExit(_Check):
         if self.opaque:
             self._refuse_undeclared(output, declared)
         for crossing in self.outputs:
-            try:
-                value = read_output(output, crossing.spec.where)
-            except LookupError as error:
-                raise ContractError(
-                    f"{crossing.name}: the module returned no such output ({error.args[0]})"
-                ) from None
+            value = crossing.read(output)
             if self._present(crossing, value):
                 outside = map_tensors(functools.partial(self._leave, crossing), value)
                 output = write_output(output, crossing.spec.where, outside)
