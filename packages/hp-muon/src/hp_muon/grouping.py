@@ -60,7 +60,6 @@ class Geometry:
 
     Attributes:
         cutting: mesh axes that cut matrices, in mesh order.
-        separating: mesh axes that only separate whole matrices.
         replicated: mesh axes along which every rank holds the same.
         flat_shape: shape of the tensor that the cutting group holds together, with dims that a
             RaggedShard flattens seen as one.
@@ -70,7 +69,6 @@ class Geometry:
     """
 
     cutting: tuple[int, ...]
-    separating: tuple[int, ...]
     replicated: tuple[int, ...]
     flat_shape: tuple[int, ...]
     view: ResolvedView
@@ -97,7 +95,7 @@ class Geometry:
 def whole(view: ResolvedView) -> Geometry:
     """The geometry of a tensor that no mesh knows: this rank holds all of it."""
     full = tuple(slice(0, length) for length in view.shape)
-    return Geometry((), (), (), view.shape, view, (ShardPiece(view.shape, full),), 0)
+    return Geometry((), (), view.shape, view, (ShardPiece(view.shape, full),), 0)
 
 
 def geometry_of(layout: Layout, view: ResolvedView, name: str, coord: Coordinate) -> Geometry:
@@ -128,7 +126,6 @@ def geometry_of(layout: Layout, view: ResolvedView, name: str, coord: Coordinate
     flat_shape = tuple(_length(union) for union in unions)
     return Geometry(
         cutting=cutting,
-        separating=tuple(axis for axis in layout.sharding_axes() if axis not in cutting),
         replicated=tuple(axis for axis in layout.replicating_axes() if sizes[axis] > 1),
         flat_shape=flat_shape,
         view=view.localise(_unflatten(flat_shape, layout)),

@@ -20,6 +20,7 @@ from hp_muon.channels import Channels
 from hp_muon.errors import MuonError
 from hp_muon.newton_schulz import DEFAULT_EPS, coefficient_set, newton_schulz
 from hp_muon.rules import update_scale
+from hp_muon.split import global_shape
 from hp_muon.state import from_owner, local_tensor, to_local_state, with_layout_of
 from hp_muon.step import Hyperparameters, StepRun, Workspace, muon_step
 from hp_muon.step_plan import Batch, Entry, Orthogonalization, StepPlan, build_plan
@@ -167,8 +168,7 @@ class Muon(Optimizer):
 
     def _view(self, name: str, parameter: Tensor) -> ResolvedView:
         """The parameter's logical matrices; decided on its global shape."""
-        layout = layout_of(parameter)
-        shape = tuple(parameter.shape) if layout is None else layout.shape
+        shape = global_shape(parameter)
         patterns = [p for p in self._settings["views"] if fnmatch.fnmatchcase(name, p)]
         if len(patterns) > 1:
             raise MuonError(f"parameter {name!r} matches several views: {patterns}; keep one")
@@ -220,7 +220,7 @@ class Muon(Optimizer):
         parameters = self._parameters()
         for index, momentum in momenta.items():
             self.state[parameters[index]][MOMENTUM] = momentum
-        self._drop_foreign_momenta()
+        self._drop_foreign_momenta(plan)
 
     def _entries(self) -> list[Entry]:
         entries = []
@@ -450,8 +450,7 @@ class Muon(Optimizer):
             for current, saved in zip(self.param_groups, saved_groups)
         ]
         self.__setstate__({"state": loaded, "param_groups": groups})
-        assert self.plan is not None  # built here, by all ranks together, if it is not yet
-        self._drop_foreign_momenta()
+        self._drop_foreign_momenta(self.plan)  # built here, by all ranks together, if not yet
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -495,10 +494,9 @@ class Muon(Optimizer):
                 state[key] = found.to(device=local.device, dtype=dtype)
         return state
 
-    def _drop_foreign_momenta(self) -> None:
-        assert self._plan is not None
+    def _drop_foreign_momenta(self, plan: StepPlan) -> None:
         for index, (group, parameter) in enumerate(self._grouped()):
-            if group["use_muon"] and index not in self._plan.owned:
+            if group["use_muon"] and index not in plan.owned:
                 self.state.pop(parameter, None)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def choose(
 
 
 def global_shape(parameter: Tensor) -> tuple[int, ...]:
+    """The shape of the whole parameter, of which this rank may hold a part."""
     layout = layout_of(parameter)
     return tuple(parameter.shape) if layout is None else layout.shape
 

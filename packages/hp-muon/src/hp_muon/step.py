@@ -304,7 +304,7 @@ def own_updates(
     local = locals[member.index]
     if piece.numel == 0:
         return []
-    overlaps = [o for o in part.overlaps if o.member == position]
+    overlaps = part.overlaps_of[position]
     pieces = [(o, chunks[o.owner][o.at : o.at + o.hi - o.lo]) for o in overlaps]
     if geometry.is_direct and local.is_contiguous():
         stack = local.view(geometry.count, *piece.shape[-2:])

@@ -10,6 +10,7 @@ without process groups.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import math
 from collections.abc import Sequence
@@ -145,7 +146,7 @@ class Overlap:
     at: int
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Part:
     """One replica owner's share of a batch.
 
@@ -168,7 +169,16 @@ class Part:
 
     @property
     def count(self) -> int:
+        """Matrices of all members."""
         return self.bounds[-1]
+
+    @functools.cached_property
+    def overlaps_of(self) -> tuple[tuple[Overlap, ...], ...]:
+        """`overlaps` of every member."""
+        found: list[list[Overlap]] = [[] for _ in self.members]
+        for overlap in self.overlaps:
+            found[overlap.member].append(overlap)
+        return tuple(map(tuple, found))
 
 
 @frozen(eq=False)
