@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -304,7 +305,7 @@ def test_optimizers_do_on_shards_what_they_do_on_whole_tensors(foreach: bool | N
     run_ranks(body, 4)
 
 
-@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("order", [0.0, 1.0, 2.0, 3.0, math.inf])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_the_norm_of_gradients_on_several_meshes_is_the_global_one(
     order: float, foreach: bool
@@ -518,5 +519,65 @@ def test_a_state_dict_is_loaded_and_a_copy_follows_the_target_s_layout() -> None
         module.load_state_dict(other.state_dict())
         assert module.weight.placements == (Shard(0),)
         assert torch.equal(module.weight.detach().full_tensor(), integers((5, 2), 1))
+
+    run_ranks(body, 2)
+
+
+def test_from_local_names_what_is_wrong_with_dtypes_dims_and_placements_on_every_rank() -> None:
+    def body(rank: int) -> None:
+        mesh = mesh_of(2)
+        dtype = (torch.float32, torch.int64)[rank]
+        with pytest.raises(ValueError, match=r"dtypes \[torch.float32, torch.int64\]"):
+            DTensor.from_local(torch.ones(2).to(dtype), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match=r"\[\(3,\), \(3, 3\)\]"):
+            DTensor.from_local(torch.ones(((3,), (3, 3))[rank]), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="names dim 0, but the local tensor has 0 dims"):
+            DTensor.from_local(torch.tensor(1.0), mesh, [Shard(0)])
+        with pytest.raises(ValueError, match="one placement is needed per mesh axis"):
+            DTensor.from_local(torch.ones(2), mesh, [])
+
+    run_ranks(body, 2)
+
+
+def test_distribute_tensor_refuses_what_would_lose_its_gradient_or_is_no_tensor() -> None:
+    def body() -> None:
+        mesh = mesh_of(2)
+        with pytest.raises(ValueError, match="makes a leaf"):
+            distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)])
+        with pytest.raises(TypeError, match="found list"):
+            distribute_tensor([1.0], mesh, [Shard(0)])  # type: ignore[arg-type]
+
+    run_ranks(body, 2)
+
+
+def test_backward_of_one_sharded_element_runs_on_ranks_that_hold_none() -> None:
+    def body() -> None:
+        value = leaf(integers((1,)) + 5, Layout(mesh_of(2), [Shard(0)], (1,)))
+        (value * value).backward()
+        assert value.grad is not None
+        assert torch.equal(value.grad.full_tensor(), 2 * value.detach().full_tensor())
+
+    run_ranks(body, 2)
+
+
+def test_data_is_set_only_from_the_same_shape_and_layout() -> None:
+    def body() -> None:
+        mesh = mesh_of(2)
+        weight = parameter(integers((4, 4)), Layout(mesh, [Shard(0)], (4, 4)))
+        with pytest.raises(ValueError, match="was set to"):
+            weight.data = spread(integers((6, 4)), Layout(mesh, [Shard(0)], (6, 4)))
+        weight.data = spread(integers((4, 4), 1), Layout(mesh, [Shard(0)], (4, 4)))
+        assert torch.equal(weight.detach().full_tensor(), integers((4, 4), 1))
+
+    run_ranks(body, 2)
+
+
+def test_a_dtensor_is_pickled_after_its_mesh_has_communicated() -> None:
+    def body() -> None:
+        placed = spread(integers((5, 2)), Layout(mesh_of(2), [Shard(0)], (5, 2)))
+        whole = placed.full_tensor()
+        again = pickle.loads(pickle.dumps(placed))
+        assert torch.equal(again.full_tensor(), whole)
+        assert "layout" in dir(again)
 
     run_ranks(body, 2)

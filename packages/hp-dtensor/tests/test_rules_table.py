@@ -324,6 +324,9 @@ def test_writing_into_a_slice_lands_or_is_refused() -> None:
         ):
             with pytest.raises(OperatorError, match="tp"):
                 write()
+        pending = spread(torch.ones(4, 4), Layout(mesh, [Partial()], (4, 4)))
+        with pytest.raises(OperatorError, match="written in place"):
+            pending[:2] = 5  # each rank would have to write its summand
         rows[:, :2] = 0
         rows[:, 3].zero_()
         assert rows.full_tensor().sum() == 4

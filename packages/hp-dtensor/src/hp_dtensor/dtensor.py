@@ -257,6 +257,9 @@ class DTensor(torch.Tensor):
     def mT(self) -> Tensor:  # type: ignore[override]  # noqa: N802
         return self.transpose(-2, -1)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(type(self)), *vars(self)})
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         value = ""
         if self._layout.is_replicated and not self._local.is_meta:
@@ -357,7 +360,7 @@ class DTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: DTensor) -> None:
-        if not isinstance(value, DTensor) or value._layout.placements != self._layout.placements:
+        if not isinstance(value, DTensor) or not self._is_laid_out_like(value):
             found = value._layout if isinstance(value, DTensor) else type(value).__name__
             raise ValueError(f"the data of a DTensor laid out {self._layout} was set to {found}")
         if value.dtype != self.dtype or value.device != self.device:
@@ -366,6 +369,12 @@ class DTensor(torch.Tensor):
                 f"{value.device}; make a new parameter"
             )
         self._local.data = value._local
+
+    def _is_laid_out_like(self, other: DTensor) -> bool:
+        """Whether local tensors may be exchanged; what is declared of gradients may differ."""
+        mine, theirs = self._layout, other._layout
+        same = mine.placements == theirs.placements and mine.shape == theirs.shape
+        return same and mine.mesh == theirs.mesh
 
     def backward(
         self,
@@ -399,7 +408,8 @@ class DTensor(torch.Tensor):
                 raise ValueError(
                     f"backward() needs a gradient for an output of shape {tuple(self.shape)}"
                 )
-            return None
+            # A sharded output of one element has an empty part on all ranks but one.
+            return None if self._local.numel() == 1 else torch.ones_like(self._local)
         if not isinstance(gradient, DTensor):
             raise ValueError(
                 f"the gradient must be a DTensor laid out like {self.grad_layout}, found "
@@ -599,17 +609,16 @@ def _exchanged_shape(
 ) -> tuple[int, ...]:
     """The global shape as the sum of the ranks' sizes along every sharded dim."""
     shape = list(local.shape)
-    for axis in reversed(range(mesh.ndim)):
-        placement = placements[axis]
-        if not is_sharding(placement):
-            continue
-        dims = sharded_dims(placement)
-        if len(dims) > 1:
+    for axis, dim in reversed(_sharded_axes(local, mesh, placements)):
+        sent = (tuple(shape), local.dtype)
+        received = gather_objects(sent, mesh_axis(mesh, axis), origin=_ORIGIN)
+        everyone = [each for each, _ in received]
+        dtypes = [dtype for _, dtype in received]
+        if len(set(dtypes)) > 1:
             raise ValueError(
-                f"from_local: {describe(placement)} needs the global shape; pass shape="
+                f"from_local: along mesh axis {axis} the parts have dtypes {dtypes}; convert them "
+                "to one"
             )
-        everyone = gather_objects(tuple(shape), mesh_axis(mesh, axis), origin=_ORIGIN)
-        dim = dims[0] % len(shape)
         rest = {each[:dim] + each[dim + 1 :] for each in everyone}
         if len(rest) > 1:
             raise ValueError(
@@ -618,6 +627,33 @@ def _exchanged_shape(
             )
         shape[dim] = sum(each[dim] for each in everyone)
     return _chunk_shaped(local, mesh, placements, shape)
+
+
+def _sharded_axes(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> list[tuple[int, int]]:
+    """Mesh axes that cut a dim, each with that dim; refuses what gives no shape."""
+    if len(placements) != mesh.ndim:
+        raise ValueError(
+            f"from_local: one placement is needed per mesh axis; the mesh has {mesh.ndim} axes, "
+            f"found {len(placements)}: {describe(placements)}"
+        )
+    found = []
+    for axis, placement in enumerate(placements):
+        if not is_sharding(placement):
+            continue
+        dims = sharded_dims(placement)
+        if len(dims) > 1:
+            raise ValueError(
+                f"from_local: {describe(placement)} needs the global shape; pass shape="
+            )
+        if not -local.ndim <= dims[0] < local.ndim:
+            raise ValueError(
+                f"from_local: mesh axis {axis}: {describe(placement)} names dim {dims[0]}, but the "
+                f"local tensor has {local.ndim} dims"
+            )
+        found.append((axis, dims[0] % local.ndim))
+    return found
 
 
 def _chunk_shaped(
@@ -644,15 +680,30 @@ def distribute_tensor(
     """Cuts a plain tensor that every rank holds in full; no communication.
 
     Every rank must hold the same values: nothing is broadcast, as in D11's layout-independent
-    initialisation. The result is a leaf if `tensor` is, and has its `requires_grad`.
+    initialisation. The result is a leaf and has the tensor's `requires_grad`.
 
     Args:
         tensor: the global tensor.
         device_mesh: the mesh.
         placements: one per axis. `Partial` keeps the value on coordinate 0 and zeros elsewhere.
+
+    Raises:
+        TypeError: `tensor` is not a plain tensor, or a DTensor to redistribute.
+        ValueError: `tensor` is in a graph, which would end here; or the placements do not fit.
     """
     if isinstance(tensor, DTensor):
         return tensor.redistribute(device_mesh, placements)
+    if not isinstance(tensor, Tensor) or hasattr(tensor, "to_local"):
+        raise TypeError(
+            f"distribute_tensor takes a plain torch.Tensor, found {type(tensor).__name__}; "
+            "pass the full_tensor() of a DTensor of torch.distributed.tensor"
+        )
+    if not tensor.is_leaf:
+        raise ValueError(
+            "distribute_tensor makes a leaf, and this tensor was computed from one that requires a "
+            "gradient, which would get none; pass its detach(), or wrap the computed tensor with "
+            "DTensor.from_local(tensor, mesh, [Replicate(), ...]) and redistribute"
+        )
     everywhere = Layout(device_mesh, [Replicate()] * device_mesh.ndim, tensor.shape)
     layout = everywhere.with_placements(placements)
     with torch.no_grad():

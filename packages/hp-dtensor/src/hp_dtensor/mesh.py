@@ -92,6 +92,13 @@ class AbstractMesh:
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.sizes))
 
 
+class _Axes(dict[int, "MeshAxis"]):
+    """Axes kept with a mesh; left out when the mesh is copied or pickled, as its groups are."""
+
+    def __reduce__(self) -> tuple[type[_Axes], tuple[()]]:
+        return _Axes, ()
+
+
 def mesh_axis(mesh: DeviceMesh, axis: int) -> MeshAxis:
     """The axis of a real mesh on which collectives are called; all its ranks must ask for it.
 
@@ -99,7 +106,7 @@ def mesh_axis(mesh: DeviceMesh, axis: int) -> MeshAxis:
     """
     from hp_platform.axis import MeshAxis
 
-    known: dict[int, MeshAxis] = mesh.__dict__.setdefault("_hp_axes", {})
+    known: _Axes = mesh.__dict__.setdefault("_hp_axes", _Axes())
     if axis not in known:
         known[axis] = MeshAxis.of_mesh(mesh, axis)
     return known[axis]

@@ -125,9 +125,10 @@ class Call:
             )
         arguments.update(named)
         many = bool(args) and isinstance(args[0], tuple | list)
-        inplace = is_inplace(operator) or kwargs.get("inplace") is True or "out" in kwargs
+        writes_out = kwargs.get("out") is not None
+        inplace = is_inplace(operator) or kwargs.get("inplace") is True or writes_out
         targets: tuple[int, ...] = (0,)
-        if "out" in kwargs:
+        if writes_out:
             out = named["out"]
             if not isinstance(out, Operand):
                 raise OperatorError(f"{operator}: out= must be one DTensor, found {type(out)}")
@@ -140,11 +141,15 @@ class Call:
 def is_inplace(name: str) -> bool:
     """Whether a torch function writes its first argument, by PyTorch's naming rule."""
     if name.startswith("__"):
-        return name.startswith("__i") and name not in (
-            "__invert__",
-            "__int__",
-            "__index__",
-            "__iter__",
+        return name == "__setitem__" or (
+            name.startswith("__i")
+            and name
+            not in (
+                "__invert__",
+                "__int__",
+                "__index__",
+                "__iter__",
+            )
         )
     return name.endswith("_") and not name.endswith("__")
 

@@ -152,13 +152,15 @@ def summable_norm(local: Tensor, order: float) -> Tensor:
         if local.numel() == 0:
             return local.new_full((), 0.0 if order > 0 else math.inf)
         return torch.linalg.vector_norm(local, order)
+    if order == 0:
+        return local.ne(0).sum().to(local.abs().dtype)
     if order == 2:
         return local.abs().square().sum() if local.is_complex() else local.square().sum()
     return local.abs().pow(order).sum()
 
 
 def finished_norm(total: Tensor, order: float) -> Tensor:
-    if math.isinf(order) or order == 1:
+    if math.isinf(order) or order in (0, 1):
         return total
     return total.sqrt() if order == 2 else total.pow(1.0 / order)
 
