@@ -16,6 +16,7 @@ import torch
 from attrs import define
 from torch import Tensor
 
+from hp_dtensor.settlement import settle_gradients
 from hp_fsdp.gradient_buffer import GradientBuffer
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.unit import PACKAGE, Unit
@@ -40,11 +41,13 @@ class Bucket:
     all_reduce: Handle[Tensor] | None = None
 
     def wait_fast(self) -> None:
+        """Waits for the shard axis; the full gradients may be freed then."""
         for handle in self.reduce_scatters:
             handle.wait()
         self.reduce_scatters.clear()
 
     def gradients(self) -> Iterable[tuple[ShardedParameter, Tensor]]:
+        """Every parameter with its place in the buffer, in the shape of its shard."""
         for parameter, view in zip(self.parameters, self.buffer.views):
             yield parameter, parameter.local_gradient(view)
 
@@ -89,6 +92,7 @@ class Reduction:
         return cls(unit, buckets, unit.data.has_replicas, unit.requires_all_reduce)
 
     def wait_fast(self) -> None:
+        """As `Bucket.wait_fast`, for all buckets."""
         for bucket in self.buckets:
             bucket.wait_fast()
 
@@ -200,8 +204,6 @@ def _settle_over_model_axes(summands: list[tuple[ShardedParameter, Tensor]]) -> 
     """Sums, fused and on shards, the gradients of which each model-axis rank holds a summand."""
     if not summands:
         return
-    from hp_dtensor.settlement import settle_gradients
-
     layouts = [parameter.partial_layout for parameter, _ in summands]
     settle_gradients(
         [gradient for _, gradient in summands],

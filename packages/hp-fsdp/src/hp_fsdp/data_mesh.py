@@ -71,6 +71,5 @@ def _world_mesh() -> DeviceMesh:
             "fully_shard needs a process group: call torch.distributed.init_process_group first, "
             "start the program with torchrun, or pass mesh="
         )
-    backend = dist.get_backend()
-    device_type = {"nccl": "cuda", "hccl": "npu"}.get(backend, "cpu")
-    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp_shard",))
+    world = MeshAxis.of_group(name="dp_shard")
+    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(world.name,))

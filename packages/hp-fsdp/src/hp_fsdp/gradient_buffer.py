@@ -21,25 +21,22 @@ class GradientSlots:
     """Where the gradients of some parameters lie in a buffer of one element type."""
 
     layout: BufferLayout
-    numels: tuple[int, ...]
-    dtype: torch.dtype
 
     @classmethod
     def of(cls, numels: Sequence[int], dtype: torch.dtype) -> GradientSlots:
-        return cls(BufferLayout.of(numels, dtype), tuple(numels), dtype)
+        """Slots for parameters whose reduced gradients have `numels` elements."""
+        return cls(BufferLayout.of(numels, dtype))
 
     def allocate(self, device: torch.device) -> GradientBuffer:
         """A fresh buffer. Only the gaps are zeroed: reduce-scatters overwrite every view."""
-        data = aligned_empty(self.layout.total, self.dtype, device)
+        layout = self.layout
+        data = aligned_empty(layout.total, layout.dtype, device)
         position = 0
-        for offset, numel in zip(self.layout.offsets, self.numels):
+        for offset, numel in zip(layout.offsets, layout.numels):
             data[position:offset].zero_()
             position = offset + numel
         data[position:].zero_()
-        views = tuple(
-            data[offset : offset + numel] for offset, numel in zip(self.layout.offsets, self.numels)
-        )
-        return GradientBuffer(data, views)
+        return GradientBuffer(data, tuple(layout.views(data, [(n,) for n in layout.numels])))
 
 
 @frozen

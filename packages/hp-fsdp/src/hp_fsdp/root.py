@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
+from hp_dtensor.end_of_backward import queue_at_end_of_backward
 from hp_fsdp.backward import BackwardPipeline
 from hp_fsdp.errors import UsageError
 from hp_fsdp.param import SHARDED_MARK, ShardedParameter
@@ -31,7 +31,10 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 
 def current_backward_pass() -> int:
-    """A number for the backward pass that runs on this thread, the innermost one; -1 if none."""
+    """A number for the backward pass that runs on this thread, the innermost one; -1 if none.
+
+    Private to PyTorch, which has no public way to ask; its own checkpointing relies on it too.
+    """
     return torch._C._current_graph_task_id()
 
 
@@ -192,9 +195,7 @@ class Root:
         mark(BACKWARD_BEGINS)
         now = _Pass(self)
         self._running = weakref.ref(now)
-        # Private, but the only way to learn that a backward has ended; PyTorch's own DDP and
-        # FSDP rely on it.
-        Variable._execution_engine.queue_callback(now.end)
+        queue_at_end_of_backward(now.end)
 
     def _end_backward(self) -> None:
         """What autograd calls when the backward pass is complete."""

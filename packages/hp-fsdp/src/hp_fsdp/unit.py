@@ -45,6 +45,7 @@ class Unit:
     Attributes:
         modules: the modules given to `fully_shard`.
         parameters: in registration order; collectives are issued in this order on every rank.
+        trainable: those whose gathered form requires a gradient, as of the last gather; in order.
         path: qualified module name below the root; shown in errors and in the ledger.
         root: shared state of the model; set at the first forward.
         reshard_after_forward: True, False, or None for "True unless this is the root".
@@ -73,6 +74,7 @@ class Unit:
     ) -> None:
         self.modules = tuple(modules)
         self.parameters = tuple(parameters)
+        self.trainable = self._trainable()
         self.data = data
         self.policy = policy
         self.path = type(modules[0]).__name__
@@ -108,6 +110,7 @@ class Unit:
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.begin_gather(origin)
+        self.trainable = self._trainable()
         self.state = UnitState.GATHERING
 
     def wait(self) -> None:
@@ -149,14 +152,13 @@ class Unit:
         for parameter in self.parameters:
             parameter.on_gradient(lambda done: callback(self, done))
 
-    @property
-    def trainable(self) -> list[ShardedParameter]:
-        """Parameters whose gathered form requires a gradient, in order."""
-        return [p for p in self.parameters if p.sharded.requires_grad]
+    def _trainable(self) -> tuple[ShardedParameter, ...]:
+        return tuple(p for p in self.parameters if p.sharded.requires_grad)
 
     @property
     def has_frozen(self) -> bool:
-        return any(not p.sharded.requires_grad for p in self.parameters)
+        """Some parameter's gathered form requires no gradient."""
+        return len(self.trainable) < len(self.parameters)
 
     @property
     def has_gradients(self) -> bool:
