@@ -153,15 +153,11 @@ def _problem(
     if kind is BoundaryKind.LAYER and len({parent(layer) for layer in layers}) > 1:
         lists = ", ".join(dict.fromkeys(parent(layer) for layer in layers))
         return f"layers lie in several lists ({lists}); one stream through one list is planned"
-    return _doubled(name, kinds, home, kind, bool(layers))
+    return _doubled(kinds, home, kind, bool(layers))
 
 
 def _doubled(
-    name: str,
-    kinds: dict[str, BoundaryKind | None],
-    home: str,
-    kind: BoundaryKind,
-    has_layers: bool,
+    kinds: dict[str, BoundaryKind | None], home: str, kind: BoundaryKind, has_layers: bool
 ) -> str:
     """Outside the layers there is one embedding, one head and, after the layers, one norm."""
     single = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.NORM)

@@ -30,7 +30,13 @@ class Violation:
 
 @frozen
 class Facts:
-    """What the checks look at."""
+    """What the checks look at.
+
+    Attributes:
+        local: modules that the plan leaves whole.
+        sequence_parallel: the hidden states between blocks are sharded along the sequence.
+        size: ranks of the tensor-parallel axis.
+    """
 
     graph: ModuleGraph
     plan: ShardingPlan
@@ -52,10 +58,12 @@ class Facts:
         return any(name == module or is_inside(name, module) for module in self.local)
 
     def sharded(self, *kinds: BoundaryKind) -> Iterator[Boundary]:
+        """Boundaries of these kinds that are not left whole."""
         return (b for b in self.boundaries if b.kind in kinds and not self.whole(b.module))
 
 
 def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
+    """What `plan` says, beside what the graph alone gives."""
     groups = group_boundaries(graph, classify_roles(graph))
     boundaries = infer_boundary_types(graph, groups)
     size = plan.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in plan.mesh.axis_names else 1
@@ -65,13 +73,13 @@ def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
         graph=graph,
         plan=plan,
         boundaries=boundaries,
-        local=_local(graph, plan),
+        local=_local(plan),
         sequence_parallel=not layers or streams != {Contract()},
         size=size,
     )
 
 
-def _local(graph: ModuleGraph, plan: ShardingPlan) -> frozenset[str]:
+def _local(plan: ShardingPlan) -> frozenset[str]:
     """Modules that the plan leaves whole: hidden states replicated inside, gradients too."""
     found = set()
     attention = [s.module for s in plan.boundaries if s.kind is BoundaryKind.ATTENTION]
@@ -93,6 +101,7 @@ def generalized(name: str) -> str:
 
 
 def show_contract(contract: Contract) -> str:
+    """Placement and gradient placement on the tensor-parallel axis, for messages."""
     placement = contract.placement(TENSOR_AXIS)
     grad = contract.grad_placement(TENSOR_AXIS)
     return f"{describe(placement)} (gradient {describe(grad)})"

@@ -18,6 +18,8 @@ from typing import Any
 from attrs import field, frozen
 from torch import nn
 
+from hp_dtensor.plan_checks import tied_names
+
 ConfigValue = str | int | float | bool | None
 
 # What a model calls the sizes the planner needs; the first name found counts.
@@ -171,7 +173,7 @@ def read_module(model: nn.Module) -> ModuleGraph:
         model_type=str(getattr(config, "model_type", "") or ""),
         modules=nodes,
         config=_config_values(config),
-        tied=_tied_names(model),
+        tied=tuple(tied_names(model)),
     )
 
 
@@ -245,10 +247,3 @@ def _config_values(config: object) -> tuple[tuple[str, ConfigValue], ...]:
         if not key.startswith("_") and isinstance(value, str | int | float | bool)
     }
     return tuple(sorted(plain.items()))
-
-
-def _tied_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(tuple(group) for group in names.values() if len(group) > 1)
