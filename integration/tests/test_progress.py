@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from hp_integration.progress import progress
@@ -32,6 +33,7 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "tokens/s" in text
 
 
-def test_without_a_console_nothing_is_shown() -> None:
+def test_without_a_console_nothing_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     with progress(None, first=0, steps=2, tokens_per_step=8, every=1) as reporter:
         reporter.step(1, loss=2.5, learning_rate=0.02)
+    assert capsys.readouterr() == ("", "")

@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_fsdp import fully_shard
+from hp_integration.data_parallel import DATA_AXES
 from hp_integration.models import decoder_layers
 from hp_integration.options import NS_DTYPES, Options
 from hp_muon import Muon, split_parameters
-
-_DATA_AXES = ("dp_replicate", "dp_shard")
 
 
 @frozen(eq=False)
@@ -53,7 +52,7 @@ def shard_over_data_axes(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def data_axes_of(mesh: DeviceMesh) -> DeviceMesh:
     """The slice of `mesh` that holds its data axes, replicas first."""
-    return mesh[tuple(name for name in _DATA_AXES if name in (mesh.mesh_dim_names or ()))]
+    return mesh[tuple(name for name in DATA_AXES if name in (mesh.mesh_dim_names or ()))]
 
 
 def make_optimizer(model: nn.Module, options: Options) -> Optimizer:

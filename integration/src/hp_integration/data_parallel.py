@@ -9,7 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, all_reduce
 
-_DATA_AXES = ("dp_replicate", "dp_shard")
+DATA_AXES = ("dp_replicate", "dp_shard")
+"""The mesh axes whose ranks see different rows, slowest first."""
 
 
 @frozen
@@ -25,7 +26,7 @@ class DataParallel:
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> DataParallel:
         names = mesh.mesh_dim_names or ()
-        return cls(tuple(MeshAxis.of_mesh(mesh, name) for name in _DATA_AXES if name in names))
+        return cls(tuple(MeshAxis.of_mesh(mesh, name) for name in DATA_AXES if name in names))
 
     @property
     def ranks(self) -> int:

@@ -7,7 +7,6 @@ every mesh. Nothing is downloaded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,8 @@ def abstract_model(config: Any) -> nn.Module:
         return _causal_lm(config)
 
 
-def model_factory(config: Any, *, seed: int) -> Callable[[], nn.Module]:
-    """A function that builds the same model every time."""
-    return lambda: build_model(config, seed=seed)
-
-
 def parameter_count(model: nn.Module) -> int:
+    """Elements of all parameters, a tied one counted once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
