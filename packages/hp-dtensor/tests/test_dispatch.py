@@ -125,6 +125,8 @@ def test_operators_in_place_return_the_object_and_keep_its_layout() -> None:
         out = torch.empty_like(placed)
         assert torch.add(placed, placed, out=out) is out
         assert torch.add(placed, placed, out=None) is not out
+        with pytest.raises(OperatorError, match="out= has no rule"):
+            torch.sum(placed, 0, out=out)
         torch.testing.assert_close(out.full_tensor(), placed.full_tensor() * 2)
         for write in (
             lambda: whole(mesh).mul_(rows(mesh, (4, 1))),

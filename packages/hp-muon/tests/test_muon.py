@@ -277,3 +277,37 @@ def test_parameters_on_different_meshes_are_stepped_together():
             torch.testing.assert_close(parameter.full_tensor(), expected.detach())
 
     run_ranks(body, 4)
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        ({"momentun": 0.9}, "'momentum' was meant"),
+        ({"ns_dtype": torch.float32}, "holds for the whole optimizer"),
+        ({"use_muon": False, "betas": (2.0, 0.9)}, "betas must be two numbers"),
+        ({"use_muon": False, "eps": -1.0}, "eps >= 0"),
+    ],
+)
+def test_settings_of_a_group_that_would_be_ignored_or_break_adamw_are_refused(group, message):
+    with pytest.raises(MuonError, match=message):
+        Muon([{"params": matrices((3, 3)), **group}])
+
+
+def test_keys_that_schedulers_and_users_keep_in_a_group_are_left_alone():
+    optimizer = Muon([{"params": matrices((3, 3)), "initial_lr": 0.1, "tag": "body"}])
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    assert optimizer.param_groups[0]["tag"] == "body"
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_given_twice_is_refused():
+    (weight,) = matrices((3, 3))
+    with pytest.raises(MuonError, match="more than once"):
+        Muon([weight, weight])
+
+
+def test_a_view_that_is_not_a_matrix_view_is_refused():
+    with pytest.raises(MuonError, match="expected a MatrixView, found str"):
+        Muon([("w", nn.Parameter(torch.ones(4, 4)))], views={"w": "(h d) m -> h d m"})
+    with pytest.raises(MuonError, match="positive integers"):
+        MatrixView("(h d) m -> h d m", h=0)

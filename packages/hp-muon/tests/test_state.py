@@ -283,3 +283,25 @@ def test_a_group_added_later_keeps_the_momentum_of_the_others():
         return before - late.plan.owned
 
     assert any(run_ranks(body, 4))  # on some rank, momentum moved away
+
+
+def test_two_optimizers_with_the_same_loaded_state_do_not_share_it():
+    first = nn.Parameter(torch.ones(3, 3))
+    one = Muon([first])
+    first.grad = torch.eye(3)
+    one.step()
+    second = nn.Parameter(torch.ones(3, 3))
+    other = Muon([second])
+    other.load_state_dict(one.state_dict())
+    before = other.state[second]["momentum_buffer"].clone()
+    one.step()
+    assert torch.equal(other.state[second]["momentum_buffer"], before)
+
+
+def test_the_state_of_another_algorithm_is_refused_by_name():
+    weight = nn.Parameter(torch.ones(3, 3))
+    weight.grad = torch.eye(3)
+    adamw = torch.optim.AdamW([weight])
+    adamw.step()
+    with pytest.raises(MuonError, match="without 'momentum_buffer'"):
+        Muon([weight]).load_state_dict(adamw.state_dict())

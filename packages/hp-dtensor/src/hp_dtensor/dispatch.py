@@ -303,6 +303,10 @@ def _check_inplace(call: Call, recipe: Recipe) -> None:
                 call.layouts,
                 remedy="write into a DTensor, or use full_tensor() on the source",
             )
+        if recipe.operands and target >= len(recipe.operands):
+            raise call.error(
+                "out= has no rule for this operator", "use the result, or copy_ it into the tensor"
+            )
         needed = recipe.operands[target] if recipe.operands else None
         output = recipe.outputs
         for became in (needed, output if isinstance(output, Layout) else None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import math
 from collections import defaultdict
@@ -98,6 +99,12 @@ class Muon(Optimizer):
             raise MuonError(
                 f"Muon needs a floating-point ns_dtype and ns_eps > 0, found {ns_dtype}, {ns_eps}"
             )
+        for pattern, view in (views or {}).items():
+            if not isinstance(view, MatrixView):
+                raise MuonError(
+                    f"view {pattern!r}: expected a MatrixView, found {type(view).__name__}; write "
+                    "MatrixView('(h d) m -> h d m', h=8)"
+                )
         self._settings: dict[str, Any] = {
             "views": dict(views or {}),
             "ns_dtype": ns_dtype,
@@ -141,10 +148,23 @@ class Muon(Optimizer):
 
     def _check_group(self, number: int) -> None:
         group = self.param_groups[number]
+        self._check_keys(number)
+        names = [name for name, _ in self._named(number)]
+        if len({id(parameter) for parameter in group["params"]}) < len(names):
+            raise MuonError(
+                f"parameter group {number} holds a parameter more than once, so that it would be "
+                f"stepped as often; keep one of {names[:10]}"
+            )
         for key in ("lr", "weight_decay"):
             if not float(group[key]) >= 0:
                 raise MuonError(f"parameter group {number}: {key} must be >= 0, got {group[key]}")
         if not group["use_muon"]:
+            betas, eps = group["betas"], group["eps"]
+            if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
+                raise MuonError(
+                    f"parameter group {number}: betas must be two numbers in [0, 1) and eps >= 0, "
+                    f"got {betas} and {eps}"
+                )
             return
         if not 0 <= group["momentum"] < 1:
             raise MuonError(
@@ -158,6 +178,20 @@ class Muon(Optimizer):
                     f"parameter {name!r} is {parameter.dtype}; Muon steps floating-point tensors"
                 )
             self._view(name, parameter)
+
+    def _check_keys(self, number: int) -> None:
+        """Other keys are a scheduler's or the user's own, unless they look like a setting."""
+        for key in set(self.param_groups[number]) - set(self.defaults):
+            if key in self._settings:
+                raise MuonError(
+                    f"parameter group {number}: {key} holds for the whole optimizer; pass it to "
+                    "Muon(...), not in a group"
+                )
+            meant = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
+            if meant:
+                raise MuonError(
+                    f"parameter group {number}: unknown setting {key!r}; {meant[0]!r} was meant?"
+                )
 
     def _named(self, number: int) -> list[tuple[str, Tensor]]:
         group = self.param_groups[number]
@@ -428,7 +462,8 @@ class Muon(Optimizer):
 
         Parameters are matched by name where both sides know names, by order otherwise. Momentum
         stays float32 whatever the parameters' dtype; copies that this rank does not own are
-        dropped. Groups' settings are loaded too, as in every torch optimizer.
+        dropped. Tensors are copied, so that the loaded state is not written by later steps. Groups'
+        settings are loaded too, as in every torch optimizer.
 
         Raises:
             MuonError: groups, names, shapes or layouts do not fit.
@@ -483,6 +518,13 @@ class Muon(Optimizer):
         layout = layout_of(parameter)
         local = local_tensor(parameter)
         state: dict[str, Any] = {}
+        needed = MOMENTUM if group["use_muon"] else "exp_avg"
+        if saved and needed not in saved:
+            raise MuonError(
+                f"state of parameter {name!r}: loaded {sorted(saved)} without {needed!r}, which "
+                f"{'Muon' if group['use_muon'] else 'AdamW'} steps with; load the state of the "
+                "same algorithm, or leave this parameter's state out to begin anew"
+            )
         for key, value in saved.items():
             if not isinstance(value, Tensor):
                 state[key] = value
@@ -491,7 +533,7 @@ class Muon(Optimizer):
             else:
                 found = to_local_state(value.detach(), parameter, layout, name)
                 dtype = torch.float32 if group["use_muon"] else local.dtype
-                state[key] = found.to(device=local.device, dtype=dtype)
+                state[key] = found.to(device=local.device, dtype=dtype, copy=True)
         return state
 
     def _drop_foreign_momenta(self, plan: StepPlan) -> None:

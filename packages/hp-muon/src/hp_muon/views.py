@@ -59,6 +59,9 @@ class MatrixView:
         unknown = sorted(set(sizes) - set(names))
         if unknown:
             raise MuonError(f"view {pattern!r}: sizes given for axes it does not have: {unknown}")
+        wrong = {name: size for name, size in sizes.items() if not _is_length(size)}
+        if wrong:
+            raise MuonError(f"view {pattern!r}: sizes must be positive integers, found {wrong}")
         self.__attrs_init__(" ".join(pattern.split()), dict(sizes), left, right)
 
     @classmethod
@@ -86,6 +89,10 @@ class MatrixView:
     def __repr__(self) -> str:
         sizes = "".join(f", {name}={size}" for name, size in self.sizes.items())
         return f"MatrixView({self.pattern!r}{sizes})"
+
+
+def _is_length(size: object) -> bool:
+    return isinstance(size, int) and size > 0
 
 
 @frozen

@@ -220,6 +220,7 @@ def rules() -> Mapping[str, Rule]:
     rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_ random_ exponential_
     cauchy_ log_normal_ geometric_ multinomial normal poisson rrelu kaiming_uniform_
     kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
+    gumbel_softmax feature_alpha_dropout fractional_max_pool2d
     """
     ):
         found[name] = Rule(name, no_generator, ("*all",))
