@@ -3,12 +3,22 @@
 import subprocess
 import sys
 
+import pytest
+
+import hp_dtensor
 import hp_planner
+from hp_platform import HPError
 
 
 def test_public_names_are_these():
     assert hp_planner.__all__ == ["LintError", "PlanError", "Violation", "explain", "lint", "plan"]
     assert all(hasattr(hp_planner, name) for name in hp_planner.__all__)
+
+
+@pytest.mark.parametrize("family", [HPError, hp_dtensor.PlanError, ValueError])
+def test_the_planner_s_errors_are_caught_as_those_of_the_packages(family):
+    with pytest.raises(family, match="a mesh without axes"):
+        raise hp_planner.LintError("a mesh without axes", ())
 
 
 def test_import_loads_neither_transformers_nor_the_operator_rules():

@@ -12,10 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hp_dtensor.contracts import (
-        ContractError,
-        PlanError,
-    )
     from hp_dtensor.dtensor import (
         DTensor,
         distribute_tensor,
@@ -24,6 +20,10 @@ if TYPE_CHECKING:
         EquivalenceError,
         GradientReport,
         check_gradients,
+    )
+    from hp_dtensor.errors import (
+        ContractError,
+        PlanError,
     )
     from hp_dtensor.layout import (
         Layout,
@@ -76,7 +76,7 @@ _EXPORTS = {
     "BoundarySpec": "plan",
     "BoundaryTensor": "plan",
     "Contract": "plan",
-    "ContractError": "contracts",
+    "ContractError": "errors",
     "DTensor": "dtensor",
     "EquivalenceError": "equivalence",
     "GradientReport": "equivalence",
@@ -86,7 +86,7 @@ _EXPORTS = {
     "ParameterSpec": "plan",
     "Partial": "placements",
     "Placement": "placements",
-    "PlanError": "contracts",
+    "PlanError": "errors",
     "RaggedShard": "placements",
     "Region": "plan",
     "RegionKind": "plan",

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
+from hp_dtensor.errors import ContractError, PlanError
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import SectionedShard, describe, sharded_dims
 from hp_dtensor.plan import BoundaryTensor, Contract, ShardingPlan
 from hp_dtensor.transition import Transition
-from hp_platform import HPError
 
 __all__ = [
     "Argument",
@@ -45,14 +45,6 @@ __all__ = [
     "read_output",
     "write_output",
 ]
-
-
-class PlanError(HPError, ValueError):
-    """The plan does not fit the module or the mesh."""
-
-
-class ContractError(HPError, ValueError):
-    """A tensor at a boundary is not what the contract declares."""
 
 
 @frozen(eq=False)
