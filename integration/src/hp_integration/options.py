@@ -179,7 +179,7 @@ def _add_layout(group: argparse._ArgumentGroup, default: Options) -> None:
     group.add_argument(
         "--mesh",
         type=parse_mesh,
-        default={},
+        default=argparse.SUPPRESS,
         metavar="AXIS=N,...",
         help="axes dp_replicate, dp_shard and tp; their product is the number of ranks",
     )
@@ -192,6 +192,7 @@ def _add_layout(group: argparse._ArgumentGroup, default: Options) -> None:
         "--no-sequence-parallel",
         dest="sequence_parallel",
         action="store_false",
+        default=argparse.SUPPRESS,  # help would call the negated flag's default "True"
         help="exchange whole sequences between layers instead of sequence shards",
     )
     group.add_argument(
@@ -207,6 +208,7 @@ def _add_layout(group: argparse._ArgumentGroup, default: Options) -> None:
         "--no-checks",
         dest="checks",
         action="store_false",
+        default=argparse.SUPPRESS,  # help would call the negated flag's default "True"
         help="skip the validate-mode step and the gradient check",
     )
 

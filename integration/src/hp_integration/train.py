@@ -8,7 +8,6 @@ from pathlib import Path
 
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.elastic.multiprocessing.errors import record
 
 from hp_dtensor.plan import ShardingPlan
 from hp_integration.assemble import assemble, assemble_single
@@ -62,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _launch(arguments, activity) or 0
 
 
-@record  # torchrun's summary then shows the error of the rank that failed first
 def _launch(arguments: Sequence[str], activity: Activity) -> int:
     with process_group() as world:
         try:
@@ -154,8 +152,7 @@ def train(
     batches = evaluation_batches(inputs.corpus, inputs.options)
     baseline = frequency_loss((batch.targets for batch in batches), inputs.corpus.vocabulary)
     evaluation = trainer.evaluate(batches)
-    activity.phase = "saving the checkpoint"
-    checkpoint = save(trainer, inputs, world)
+    checkpoint = save(trainer, inputs, world, activity)
     result = Result(trainer.losses, evaluation, baseline, checkpoint)
     report.finished(inputs, result, log)
     world.barrier()
@@ -186,12 +183,13 @@ def train_steps(
                 loss = trainer.train_step()
             reporter.step(trainer.step, loss, rate)
             if options.save_every and trainer.step % options.save_every == 0:
-                save(trainer, inputs, world)
+                save(trainer, inputs, world, activity)
     return log
 
 
-def save(trainer: Trainer, inputs: Inputs, world: World) -> Path:
+def save(trainer: Trainer, inputs: Inputs, world: World, activity: Activity) -> Path:
     """A checkpoint of the trainer's present step."""
+    activity.phase = f"saving the checkpoint of step {trainer.step}"
     done = Progress(trainer.step, trainer.losses, inputs.identity)
     return save_checkpoint(inputs.options.out, done, trainer.state_dict(), world)
 

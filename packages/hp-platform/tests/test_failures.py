@@ -72,6 +72,19 @@ def test_a_peers_failure_is_recognised_behind_another_error(tmp_path):
     assert "lost its peers while waiting in all_reduce" in peer
 
 
+@pytest.mark.ranks
+def test_a_lost_peer_is_recognised_in_collectives_that_pytorch_makes_itself(tmp_path):
+    def body(rank, activity):
+        if rank == 1:
+            raise ValueError("the planted fault")
+        torch.distributed.all_gather_object([None, None], rank)
+
+    (peer, _), _ = reports(tmp_path, body)
+    assert "rank 0 on " in peer
+    assert "stopped in training" in peer
+    assert "the first failure was: rank 1 on " in peer
+
+
 def test_success_and_a_chosen_exit_pass_through():
     with reported_failures("training") as activity:
         assert str(activity) == "training"

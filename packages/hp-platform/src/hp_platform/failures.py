@@ -23,6 +23,7 @@ from hp_platform.errors import PeerError
 
 _UNEXPLAINED = "no rank gave a reason; one that is killed cannot"
 _KEY = "hp_platform/first_failure"
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 
 
 @dataclass
@@ -70,11 +71,22 @@ def _who() -> str:
     return f"rank {rank} on {socket.gethostname()}"
 
 
-def _peer_error_behind(error: BaseException | None) -> PeerError | None:
-    """The peer's failure that `error` is or was caused by."""
-    while error is not None and not isinstance(error, PeerError):
+def _peer_error_behind(error: BaseException | None) -> BaseException | None:
+    """The peer's failure that `error` is or was caused by.
+
+    Collectives that PyTorch makes by itself, such as those of distributed checkpoints, raise the
+    backend's plain RuntimeError; gloo has no type for it, only these words.
+    """
+    while error is not None and not _lost_a_peer(error):
         error = error.__cause__
     return error
+
+
+def _lost_a_peer(error: BaseException) -> bool:
+    if isinstance(error, PeerError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and "gloo" in text and any(w in text for w in _LOST)
 
 
 def _publish(account: str) -> None:
