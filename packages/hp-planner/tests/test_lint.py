@@ -157,6 +157,33 @@ def test_a_layer_that_mixes_positions_is_refused_with_sequence_parallelism_only(
     plan(made, MESH, sequence_parallel=False)
 
 
+def test_an_mlp_that_takes_inner_features_together_is_refused():
+    """Each rank would take the norm of its own part of them, in silence."""
+    made = model("qwen3")
+
+    class Normed(type(made.model.layers[0].mlp)):
+        def forward(self, x):
+            hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+            return self.down_proj(hidden / hidden.norm(dim=-1, keepdim=True))
+
+    made.model.layers[1].mlp.__class__ = Normed
+    assert "Normed.forward uses norm" in str(refusal(made))
+    plan(made, MESH, overrides={"model.layers.1.mlp": "none"})
+
+
+def test_a_layer_that_averages_over_positions_is_refused_with_sequence_parallelism_only():
+    made = model("qwen3")
+
+    class Gated(type(made.model.layers[0])):
+        def forward(self, hidden_states, attention_mask=None, **kwargs):
+            gate = hidden_states.mean(1, keepdim=True).sigmoid()
+            return super().forward(hidden_states, attention_mask, **kwargs) * gate
+
+    made.model.layers[1].__class__ = Gated
+    assert "Gated.forward uses mean" in str(refusal(made))
+    plan(made, MESH, sequence_parallel=False)
+
+
 def test_a_layer_that_takes_unknown_tensors_is_refused():
     made = model("qwen3")
 

@@ -54,6 +54,33 @@ KNOWN_ARGUMENTS = frozenset(
 # Methods that read or change the sequence dim of the hidden states.
 SEQUENCE_METHODS = frozenset(
     {"shape", "size", "view", "reshape", "cat", "roll", "chunk", "split", "unbind"}
+    | {"mean", "sum", "amax", "cumsum", "flip", "var", "std"}
+)
+
+
+# Methods that take several features of a tensor together, of which an MLP's inner ones are cut.
+FEATURE_METHODS = frozenset(
+    {
+        "norm",
+        "vector_norm",
+        "normalize",
+        "layer_norm",
+        "rms_norm",
+        "mean",
+        "sum",
+        "var",
+        "std",
+        "softmax",
+        "log_softmax",
+        "amax",
+        "amin",
+        "argmax",
+        "topk",
+        "sort",
+        "cumsum",
+        "flip",
+        "roll",
+    }
 )
 
 
@@ -81,6 +108,7 @@ def check_code(facts: Facts) -> Iterator[Violation]:
                 f"{node.class_name}.forward takes {', '.join(unknown)}",
                 f"override {generalized(node.name)!r} with none",
             )
+    yield from _feature_code(facts)
     yield from _sequence_code(facts)
     yield from _router_loss(facts)
     yield from _randomness(facts)
@@ -88,6 +116,20 @@ def check_code(facts: Facts) -> Iterator[Violation]:
 
 def _hard_coded(node: ModuleNode) -> list[str]:
     return sorted(GLOBAL_SIZES & node.forward.names & {name for name, _ in node.attributes})
+
+
+def _feature_code(facts: Facts) -> Iterator[Violation]:
+    for boundary in facts.sharded(BoundaryKind.MLP):
+        node = facts.graph.module(boundary.module)
+        used = sorted(FEATURE_METHODS & node.forward.names)
+        if used:
+            yield Violation(
+                "code",
+                node.name,
+                "an MLP that treats every inner feature alike, as each rank has a part of them",
+                f"{node.class_name}.forward uses {', '.join(used)}",
+                f"override {generalized(node.name)!r} with none",
+            )
 
 
 def _sequence_code(facts: Facts) -> Iterator[Violation]:
