@@ -107,3 +107,14 @@ def test_a_subset_of_an_axis_has_its_own_group_and_tier():
         return fields(half), gathered
 
     assert run_ranks(body, 4)[3] == (("dp", 2, 1, (2, 3), Tier.FAST, False), [2, 3])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("axis", [None, ("dp", "tp")])
+def test_what_is_neither_a_name_nor_an_index_is_no_axis(axis):
+    def body():
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(TopologyError, match="one name or one index"):
+            MeshAxis.of_mesh(mesh, axis)
+
+    run_ranks(body, 2)

@@ -104,3 +104,8 @@ def test_two_agents_on_one_machine_stand_for_two_hosts():
     assert topology.tier([0, 1]) is Tier.FAST
     assert topology.tier([1, 2]) is Tier.SLOW
     assert len(set(topology.hosts)) == 2
+
+
+def test_one_string_is_no_list_of_hosts():
+    with pytest.raises(TopologyError, match="one host name per rank"):
+        Topology.from_hosts("ab")

@@ -164,6 +164,10 @@ def _axis_index(mesh: DeviceMesh, axis: str | int) -> int:
         if axis not in names:
             raise TopologyError(f"the mesh has axes {names}, none is named {axis!r}")
         return names.index(axis)
+    if not isinstance(axis, int):
+        raise TopologyError(
+            f"a mesh axis is one name or one index, found {axis!r}; the mesh has axes {names}"
+        )
     if not -mesh.ndim <= axis < mesh.ndim:
         raise TopologyError(f"the mesh has {mesh.ndim} axes, there is no axis {axis}")
     return axis % mesh.ndim

@@ -57,7 +57,16 @@ class Topology:
 
     @classmethod
     def from_hosts(cls, hosts: Sequence[str]) -> Topology:
-        """Takes the host of every global rank as given."""
+        """Takes the host of every global rank as given.
+
+        Raises:
+            TopologyError: one string was passed instead of a list of host names.
+        """
+        if isinstance(hosts, str):
+            raise TopologyError(
+                f"from_hosts takes one host name per rank, found the single string {hosts!r}; "
+                f"pass [{hosts!r}] for one rank"
+            )
         return cls(tuple(hosts))
 
     @classmethod
