@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dtensor_checks import integers, leaf, mesh_of, spread
+from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
 import hp_dtensor.dispatch
@@ -199,9 +204,9 @@ def test_the_cache_tells_apart_everything_that_changes_the_answer() -> None:
             (lambda: whole(mesh, (4,)) + 0, lambda: whole(mesh, (6,)) + 0),
         ]
         for first, second in pairs:
-            hp_dtensor.dispatch._cache.plans.clear()
+            hp_dtensor.dispatch.plans_of([a]).plans.clear()
             expected = second()
-            hp_dtensor.dispatch._cache.plans.clear()
+            hp_dtensor.dispatch.plans_of([a]).plans.clear()
             first()
             found = second()
             assert (found.layout, found.dtype) == (expected.layout, expected.dtype)
@@ -218,6 +223,46 @@ def test_the_cache_forgets_instead_of_growing() -> None:
         assert len(cache.plans) <= 3
 
     run_ranks(body, 1)
+
+
+def test_a_mesh_made_again_computes_on_its_own_groups_and_frees_the_one_before(
+    tmp_path: Path,
+) -> None:
+    def body(rank: int) -> tuple[bool, bool]:
+        def meshes_of_results() -> tuple[Any, set[int]]:
+            mesh = mesh_of(2)
+            placed = leaf(integers((4, 6)), Layout(mesh, [Shard(0)], (4, 6)))
+            result = placed.sum().square()
+            result.full_tensor().backward()
+            assert placed.grad is not None
+            return mesh, {id(result.device_mesh), id(placed.grad.device_mesh)}  # type: ignore[attr-defined]
+
+        first, _ = meshes_of_results()
+        dist.destroy_process_group()
+        store = dist.FileStore(str(tmp_path / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        second, found = meshes_of_results()
+        assert first == second
+        dead = weakref.ref(first)
+        del first
+        gc.collect()
+        return found == {id(second)}, dead() is None
+
+    assert run_ranks(body, 2) == [(True, True)] * 2
+
+
+def test_the_wrapper_s_own_flag_is_read_past_its_property() -> None:
+    """What `any_requires_grad`, a private function of PyTorch, is relied upon for."""
+
+    class Liar(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+            raise AssertionError("must not be asked")
+
+    plain = torch.ones(2)
+    for required in (False, True):
+        made = Tensor._make_subclass(Liar, plain, required)
+        assert hp_dtensor.dispatch.any_requires_grad(made) is required
 
 
 def test_implicit_communication_can_be_refused() -> None:

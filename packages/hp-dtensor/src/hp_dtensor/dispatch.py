@@ -31,7 +31,9 @@ from hp_platform.collectives import Origin
 if TYPE_CHECKING:
     from hp_dtensor.dtensor import DTensor
 
-_any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+# The wrapper's own flag, past __torch_function__; PyTorch has no public name for it that is as
+# fast. `test_dispatch` fails if its meaning changes.
+any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 
 
 @frozen
@@ -91,7 +93,10 @@ class Plan:
 
 
 class PlanCache:
-    """Bounded memory of a pure function: key to plan. Forgets everything when full."""
+    """Bounded memory of a pure function: key to plan. Forgets everything when full.
+
+    A copied or pickled one is empty, as its mesh's process groups are made anew.
+    """
 
     def __init__(self, limit: int = 16384) -> None:
         self.limit = limit
@@ -102,8 +107,32 @@ class PlanCache:
             self.plans.clear()
         self.plans[key] = plan
 
+    def __reduce__(self) -> tuple[type[PlanCache], tuple[int]]:
+        return PlanCache, (self.limit,)
 
-_cache = PlanCache()
+
+_of_abstract_meshes = PlanCache()
+
+
+def plans_of(found: Sequence[Tensor]) -> PlanCache:
+    """The plans kept with the mesh object of the first DTensor; they live as long as it does.
+
+    A plan's layouts hold the mesh and so its process groups. A mesh that is made again after
+    `destroy_process_group` equals the one before, but must not be given that one's groups.
+    """
+    for tensor in found:
+        try:
+            mesh: Any = tensor._layout.mesh  # type: ignore[attr-defined]
+        except AttributeError:
+            continue
+        try:
+            return mesh._hp_plans
+        except AttributeError:
+            if isinstance(mesh, AbstractMesh):
+                break
+            mesh._hp_plans = PlanCache()
+            return mesh._hp_plans
+    return _of_abstract_meshes
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -114,13 +143,14 @@ def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     """
     found: list[Tensor] = []
     key = (func, _key(args, found), _key(kwargs, found) if kwargs else None)
+    cache = plans_of(found)
     try:
-        plan = _cache.plans.get(key)
+        plan = cache.plans.get(key)
     except TypeError:  # an argument that cannot be hashed: derive every time
         return _run(_derive(func, args, kwargs, found), func, args, kwargs, found)
     if plan is None:
         plan = _derive(func, args, kwargs, found)
-        _cache.put(key, plan)
+        cache.put(key, plan)
     return _run(plan, func, args, kwargs, found)
 
 
@@ -129,10 +159,11 @@ def plan_for(
 ) -> Plan:
     """The plan of one call of the operator `name`, for functions that stand for many calls."""
     key = (name, _key(args, []), _key(kwargs, []))
-    plan = _cache.plans.get(key)
+    cache = plans_of(found)
+    plan = cache.plans.get(key)
     if plan is None:
         plan = _bind(name, rule, args, kwargs, found)
-        _cache.put(key, plan)
+        cache.put(key, plan)
     return plan
 
 
@@ -380,7 +411,7 @@ def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
         except AttributeError:
             given.append(tensor)
             continue
-        if not local.requires_grad and _any_requires_grad(tensor):
+        if not local.requires_grad and any_requires_grad(tensor):
             raise OperatorError(
                 f"{plan.call.operator}: an operand came out of torch.autograd.Function.apply, "
                 "which computed on a DTensor without its gradient. Remedy: call to_local() before "

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate
 
-from hp_dtensor.dispatch import dispatch, move
+from hp_dtensor.dispatch import any_requires_grad, dispatch, move
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.placements import describe, is_sharding, sharded_dims
@@ -171,7 +171,7 @@ class DTensor(torch.Tensor):
         return DTensor._of(move(transition, self._checked_local(), _ORIGIN), layout)
 
     def _checked_local(self) -> Tensor:
-        if not self._local.requires_grad and torch._C._any_requires_grad(self):
+        if not self._local.requires_grad and any_requires_grad(self):
             raise OperatorError(
                 "this DTensor came out of torch.autograd.Function.apply, which computed on a "
                 "DTensor without its gradient; call to_local() before the function and "
@@ -181,7 +181,7 @@ class DTensor(torch.Tensor):
 
     def _follow_local(self) -> None:
         """After an operator in place: the wrapper's flag follows the local tensor's."""
-        if self._local.requires_grad != torch._C._any_requires_grad(self):
+        if self._local.requires_grad != any_requires_grad(self):
             with torch._C.DisableTorchFunctionSubclass():
                 torch.Tensor.requires_grad_(self, self._local.requires_grad)
 
@@ -307,7 +307,7 @@ class DTensor(torch.Tensor):
     @property
     def grad_layout(self) -> Layout:
         """Layout of the gradient: the gradient placements as placements of a value."""
-        return gradient_layout(self._layout)
+        return self._layout.of_gradient
 
     @property  # type: ignore[override]
     def grad(self) -> DTensor | None:
@@ -398,7 +398,7 @@ class DTensor(torch.Tensor):
 
     def _with_plain_gradient(self) -> DTensor:
         """Where each rank would have to seed a summand, let every rank seed the whole."""
-        if gradient_layout(self._layout).partial_axes():
+        if self._layout.of_gradient.partial_axes():
             return self.redistribute()
         return self
 
@@ -564,12 +564,6 @@ def _handler_of(func: Callable[..., Any]) -> Callable[..., Any] | None:
 def _checkpoint() -> Any:
     """The module that knows torch.distributed.checkpoint, which is slow to import."""
     return importlib.import_module("hp_dtensor.checkpoint")
-
-
-@lru_cache(maxsize=4096)
-def gradient_layout(layout: Layout) -> Layout:
-    """Where a gradient is: the gradient placements of `layout` as placements of a value."""
-    return layout.with_placements(layout.grad_placements)
 
 
 _OWN_ATTRIBUTES = frozenset({"_local", "_layout", "_gradient"})

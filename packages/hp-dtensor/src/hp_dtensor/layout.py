@@ -213,6 +213,11 @@ class Layout:
         """Other placements of the same tensor; gradients take their defaults unless given."""
         return evolve(self, placements=placements, grad_placements=grad_placements)
 
+    @cached_property
+    def of_gradient(self) -> Layout:
+        """Where a gradient is: the gradient placements as placements of a value."""
+        return self.with_placements(self.grad_placements)
+
     def with_shape(self, shape: Iterable[int]) -> Layout:
         """The same placements for a tensor of another global shape."""
         return evolve(self, shape=shape)
