@@ -763,3 +763,54 @@ def test_ignored_parameters_and_the_default_mesh():
         assert torch.equal(model.bias.grad, torch.ones(4))
 
     run_ranks(body, 2)
+
+
+REFUSED = {
+    "set_reduce_scatter_divide_factor": 2.0,
+    "set_custom_all_gather": None,
+    "set_custom_reduce_scatter": None,
+    "set_all_reduce_hook": None,
+    "set_post_optim_event": None,
+    "set_unshard_in_backward": False,
+    "set_allocate_memory_from_process_group_for_comm": True,
+    "set_symm_mem_for_comm": "NCCL",
+    "set_separate_reduce_scatter_group": True,
+    "set_reduce_scatter_max_input_buffers": 2,
+    "set_reduce_scatter_unused_params": True,
+}
+
+
+@pytest.mark.parametrize("method", REFUSED)
+def test_a_method_of_fsdp2_that_is_not_available_says_so(method):
+    with pytest.raises(hp_fsdp.NotAvailableError, match=rf"FSDPModule\.{method} is not available"):
+        getattr(hp_fsdp.FSDPModule(), method)(REFUSED[method])
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("when", ["forward", "backward"])
+def test_resharding_after_forward_and_backward_can_be_set(when, recurse):
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+
+        def gathered():
+            return [type(layer.weight) is nn.Parameter for layer in model]
+
+        def found():
+            loss = model(torch.ones(2, 4)).sum()
+            if when == "forward":
+                return gathered()
+            loss.backward()
+            return gathered()
+
+        assert found() == [False, False]
+        getattr(model, f"set_reshard_after_{when}")(False, recurse=recurse)
+        assert found() == [recurse, True]
+        model.reshard(), model[0].reshard()
+        getattr(model, f"set_reshard_after_{when}")(True)
+        assert found() == [False, False]
+
+    run_ranks(body, 2)

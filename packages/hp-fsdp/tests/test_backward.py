@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_fsdp.backward import SETTLEMENT_BEGINS, SETTLEMENT_ENDS
-from hp_fsdp.root import BACKWARD_BEGINS
+from hp_fsdp.root import BACKWARD_BEGINS, current_backward_pass
 from hp_fsdp.testing import whole
 from hp_platform import Tier, Topology, ledger
 from hp_platform.buffers import pad_to_alignment
@@ -372,3 +372,29 @@ def test_a_backward_that_raised_leaves_nothing_behind():
             assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
 
     run_ranks(body, 4)
+
+
+def test_every_backward_pass_has_a_number_of_its_own_also_inside_another():
+    """What `_current_graph_task_id`, a private function of PyTorch, is relied upon for."""
+    seen = []
+
+    def note(_):
+        seen.append(current_backward_pass())
+
+    def inner(gradient):
+        note(gradient)
+        y = torch.ones(1, requires_grad=True)
+        y.register_hook(note)
+        with torch.enable_grad():
+            y.sum().backward()
+        note(gradient)
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(inner)
+    x.sum().backward()
+    assert current_backward_pass() == -1
+    outer, nested, again = seen
+    assert outer == again
+    assert len({-1, outer, nested}) == 3
+    x.sum().backward()
+    assert len({-1, *seen}) == 5

@@ -75,6 +75,22 @@ def test_full_state_dict_is_the_dense_one_and_loads_into_any_sharding():
     run_ranks(body, 4)
 
 
+@pytest.mark.ranks
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_loaded():
+    def body(rank):
+        model = sharded(flat(2))
+        before = full_state_dict(model)
+        for changed in ("0.bias", "1.weight", "2.weight"):
+            state = {name: torch.full_like(value, 8) for name, value in before.items()}
+            state[changed] = torch.ones(2)
+            with pytest.raises(ShardingError, match=rf"'{changed}' has shape \(2,\), expected"):
+                load_full_state_dict(model, state)
+            after = full_state_dict(model)
+            assert all(torch.equal(before[name], after[name]) for name in before)
+
+    run_ranks(body, 2)
+
+
 def train(model, optimizer, steps, rank):
     for step in range(steps):
         optimizer.zero_grad()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hp_dtensor.mesh import mesh_axis
 from hp_fsdp.errors import ShardingError
 from hp_platform import MeshAxis
 
@@ -51,8 +52,8 @@ class DataMesh:
                 "fully_shard needs to know which axis of a two-axis mesh shards: make the mesh "
                 "with mesh_dim_names=('dp_replicate', 'dp_shard')"
             )
-        shard = MeshAxis.of_mesh(mesh, mesh.ndim - 1)
-        replicate = MeshAxis.of_mesh(mesh, 0) if mesh.ndim == 2 else None
+        shard = mesh_axis(mesh, mesh.ndim - 1)
+        replicate = mesh_axis(mesh, 0) if mesh.ndim == 2 else None
         return cls(mesh, tuple(names or ("axis0",)), shard, replicate)
 
     @property

@@ -34,6 +34,7 @@ def current_backward_pass() -> int:
     """A number for the backward pass that runs on this thread, the innermost one; -1 if none.
 
     Private to PyTorch, which has no public way to ask; its own checkpointing relies on it too.
+    `test_backward` fails if its meaning changes.
     """
     return torch._C._current_graph_task_id()
 

@@ -28,7 +28,7 @@ def install(unit: Unit) -> None:
     owners = {owner.module: None for p in unit.parameters for owner in p.owners}
     for module in owners:
         module.register_state_dict_pre_hook(release)
-        module._register_load_state_dict_pre_hook(release)
+        module.register_load_state_dict_pre_hook(release)
 
 
 def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ def load_full_state_dict(
         strict: whether names must match exactly.
 
     Raises:
-        ShardingError: names or shapes do not match.
+        ShardingError: names or shapes do not match; nothing has been loaded then.
     """
     own = module.state_dict()
     missing, unexpected = own.keys() - state.keys(), state.keys() - own.keys()
@@ -64,17 +64,23 @@ def load_full_state_dict(
             f"load_full_state_dict: missing {sorted(missing)}, unexpected {sorted(unexpected)}; "
             "pass strict=False to load what matches"
         )
-    with torch.no_grad():
-        for name in own.keys() & state.keys():
-            _load(name, own[name], state[name])
-
-
-def _load(name: str, target: Tensor, value: Tensor) -> None:
-    if tuple(target.shape) != tuple(value.shape):
+    shared = sorted(own.keys() & state.keys())
+    wrong = [
+        f"{name!r} has shape {tuple(state[name].shape)}, expected {tuple(own[name].shape)}"
+        for name in shared
+        if state[name].shape != own[name].shape
+    ]
+    if wrong:
         raise ShardingError(
-            f"load_full_state_dict: {name!r} has shape {tuple(value.shape)}, expected "
-            f"{tuple(target.shape)}"
+            f"load_full_state_dict: {'; '.join(wrong)}; pass the full tensors of this model, of "
+            "which every rank keeps its shard"
         )
+    with torch.no_grad():
+        for name in shared:
+            _load(own[name], state[name])
+
+
+def _load(target: Tensor, value: Tensor) -> None:
     if isinstance(target, DTensor):
         mesh = target.device_mesh
         assert isinstance(mesh, DeviceMesh)
