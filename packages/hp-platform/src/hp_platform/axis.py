@@ -43,12 +43,12 @@ class MeshAxis:
         if self.size != len(self.ranks) or not 0 <= self.rank < self.size:
             raise TopologyError(
                 f"mesh axis {self.name!r}: size {self.size} and coordinate {self.rank} do not fit "
-                f"its ranks {self.ranks}"
+                f"its ranks {self.ranks}; make axes with MeshAxis.of_mesh or MeshAxis.of_group"
             )
         if (self.process_group is None) != (self.size == 1):
             raise TopologyError(
                 f"mesh axis {self.name!r} of size {self.size}: a process group is needed exactly "
-                "when the size is above 1"
+                "when the size is above 1; make axes with MeshAxis.of_mesh or MeshAxis.of_group"
             )
 
     @property

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from hp_platform.errors import PeerError
+from hp_platform.store import default_store
 
 _UNEXPLAINED = "no rank gave a reason; one that is killed cannot"
 _KEY = "hp_platform/first_failure"
@@ -95,7 +96,7 @@ def _publish(account: str) -> None:
         return
     # Whatever goes wrong here must not hide the failure that is being reported.
     with contextlib.suppress(Exception):
-        dist.distributed_c10d._get_default_store().compare_set(_KEY, "", account)
+        default_store().compare_set(_KEY, "", account)
 
 
 def _first_failure() -> str:
@@ -105,7 +106,7 @@ def _first_failure() -> str:
     """
     if dist.is_initialized():
         with contextlib.suppress(Exception):
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             if store.check([_KEY]):
                 return store.get(_KEY).decode()
     return ""

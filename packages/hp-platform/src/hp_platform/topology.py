@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hp_platform.errors import PeerError, TopologyError
+from hp_platform.store import default_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 HOST_VARIABLE = "HP_PLATFORM_HOST"
 """Environment variable that names this process's host, overriding what the machine says."""
@@ -163,7 +164,7 @@ def exchange_hosts(
     if store is None and _is_one_host(world_size):
         name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
         return dict.fromkeys(wanted, name)
-    chosen = dist.distributed_c10d._get_default_store() if store is None else store
+    chosen = default_store() if store is None else store
     chosen.set(f"{_STORE_PREFIX}/{rank}", "\n".join(_identity()))
     published = {}
     for peer in wanted:

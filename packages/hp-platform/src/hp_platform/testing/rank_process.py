@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 DUMP_SIGNAL = signal.SIGUSR1
 HEADER = struct.Struct("!Q")
