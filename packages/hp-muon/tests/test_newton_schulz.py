@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,3 +151,8 @@ def test_only_floating_point_matrices_are_taken(tensor):
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 2, 2)])
 def test_empty_input_gives_empty_output(shape):
     assert newton_schulz(torch.empty(shape)).shape == shape
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are those of x86")
+def test_pytorch_tells_by_these_names_whether_the_cpu_multiplies_bfloat16():
+    assert {"avx512_bf16", "amx_bf16"} <= torch.cpu.get_capabilities().keys()

@@ -302,7 +302,11 @@ def write_output(output: Any, where: str, value: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies `function` to a tensor, or to every tensor of a nested tuple, list or dict."""
+    """Applies `function` to a tensor, or to every tensor of a nested tuple, list or dict.
+
+    `torch.utils._pytree` is private, but where transformers registers its outputs and caches;
+    `test_contracts` fails if its meaning changes.
+    """
     if isinstance(value, Tensor):
         return function(value)
     return pytree.tree_map_only(torch.Tensor, function, value)

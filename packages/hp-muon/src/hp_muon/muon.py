@@ -469,6 +469,7 @@ class Muon(Optimizer):
             MuonError: groups, names, shapes or layouts do not fit.
         """
         state_dict = dict(state_dict)
+        # PyTorch keeps registered hooks under private names only; `test_muon` calls one of each.
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced

@@ -212,5 +212,5 @@ def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has bfloat16 dot products; emulated, they are an order slower."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16"))
