@@ -70,7 +70,9 @@ def _setter(descriptor: Any) -> Handler:
         from hp_dtensor.dtensor import DTensor
 
         if name not in vars(DTensor):
-            raise OperatorError(f"{name}: this property of a DTensor cannot be set")
+            raise OperatorError(
+                f"{name}: this property of a DTensor cannot be set. Remedy: set it on to_local()."
+            )
         setattr(self, name, value)
 
     return handler

@@ -81,15 +81,24 @@ def _mesh(plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh) -> Iterator[str]:
     sizes = dict(zip(found.axis_names, found.sizes))
     for name, size in zip(plan.mesh.axis_names, plan.mesh.sizes):
         if name not in sizes:
-            yield f"the plan's mesh axis {name!r} is not in the mesh {found}"
+            yield (
+                f"the plan's mesh axis {name!r} is not in the mesh {found}; pass the mesh that the "
+                "plan was made for"
+            )
         elif sizes[name] != size:
-            yield f"mesh axis {name!r} has size {sizes[name]}, the plan is for size {size}"
+            yield (
+                f"mesh axis {name!r} has size {sizes[name]}, the plan is for size {size}; make the "
+                "plan for this mesh"
+            )
     common = [name for name in found.axis_names if name in plan.mesh.axis_names]
     if common != [name for name in plan.mesh.axis_names if name in sizes]:
-        yield f"the mesh orders its axes {found}, the plan {plan.mesh}"
+        yield (f"the mesh orders its axes {found}, the plan {plan.mesh}; give both the same order")
     for name in plan.model_axes:
         if name not in plan.mesh.axis_names:
-            yield f"model axis {name!r} is not an axis of the plan's mesh {plan.mesh}"
+            yield (
+                f"model axis {name!r} is not an axis of the plan's mesh {plan.mesh}; take it out "
+                "of model_axes, or add it to the mesh"
+            )
     if isinstance(mesh, AbstractMesh) and found.world_size > 1:
         yield f"{found} is an abstract mesh of {found.world_size} ranks; pass a DeviceMesh"
 
@@ -100,14 +109,17 @@ def _contract_axes(plan: ShardingPlan) -> Iterator[str]:
 
     for spec in plan.parameters:
         if foreign(spec.contract):
-            yield f"parameter {spec.name} is placed on {foreign(spec.contract)}, no model axes"
+            yield (
+                f"parameter {spec.name} is placed on {foreign(spec.contract)}, no model axes; "
+                f"place it on {plan.model_axes}"
+            )
     for boundary in plan.boundaries:
         for tensor in (*boundary.inputs, *boundary.outputs):
             axes = sorted({*foreign(tensor.outside), *foreign(tensor.inside)})
             if axes:
                 yield (
                     f"boundary {boundary.module or '(root)'}, tensor {tensor.where!r} is placed "
-                    f"on {axes}, no model axes"
+                    f"on {axes}, no model axes; place it on {plan.model_axes}"
                 )
             for contract in (tensor.outside, tensor.inside):
                 if any(isinstance(p, RaggedShard) for _, p in contract.placements):
@@ -122,19 +134,25 @@ def _parameters(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     listed: set[str] = set()
     for spec in plan.parameters:
         if spec.name in listed:
-            yield f"parameter {spec.name} is in the plan twice"
+            yield f"parameter {spec.name} is in the plan twice; list it once"
         listed.add(spec.name)
         if spec.name not in found:
-            yield f"parameter {spec.name} is in the plan, but not in the module"
+            yield (
+                f"parameter {spec.name} is in the plan, but not in the module; make the plan for "
+                "this module"
+            )
         elif tuple(found[spec.name].shape) != spec.shape:
             yield (
                 f"parameter {spec.name} has shape {tuple(found[spec.name].shape)}, the plan "
-                f"expects {spec.shape}"
+                f"expects {spec.shape}; make the plan for this module"
             )
     covered = {id(found[name]) for name in listed if name in found}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in covered:
-            yield f"parameter {name} is trainable, but not in the plan"
+            yield (
+                f"parameter {name} is trainable, but not in the plan; list it, replicated if no "
+                "axis cuts it, or freeze it"
+            )
 
 
 def _layouts(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
@@ -193,9 +211,15 @@ def _ties(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     real = {frozenset(group) for group in tied_names(module)}
     planned = {frozenset(group) for group in plan.tied}
     for group in sorted(real - planned, key=sorted):
-        yield f"parameters {sorted(group)} are one tensor in the module; the plan has them apart"
+        yield (
+            f"parameters {sorted(group)} are one tensor in the module; the plan has them apart; "
+            "name them in the plan's tied, or untie them"
+        )
     for group in sorted(planned - real, key=sorted):
-        yield f"parameters {sorted(group)} are tied in the plan, but not in the module"
+        yield (
+            f"parameters {sorted(group)} are tied in the plan, but not in the module; tie them "
+            "before parallelize, or take them out of the plan's tied"
+        )
     for group in real & planned:
         named = [spec.name for spec in plan.parameters if spec.name in group]
         if len(named) > 1:
@@ -208,10 +232,13 @@ def _boundaries(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
     for spec in plan.boundaries:
         where = f"boundary {spec.module or '(root)'}"
         if spec.module in seen:
-            yield f"{where} is in the plan twice"
+            yield f"{where} is in the plan twice; merge the two"
         seen.add(spec.module)
         if spec.module not in modules:
-            yield f"{where} is in the plan, but the module has no such submodule"
+            yield (
+                f"{where} is in the plan, but the module has no such submodule; make the plan for "
+                "this module"
+            )
             continue
         yield from (f"{where}{text}" for text in _boundary(modules[spec.module], spec, plan))
 
@@ -220,9 +247,9 @@ def _boundary(module: nn.Module, spec: BoundarySpec, plan: ShardingPlan) -> Iter
     for direction, tensors in (("input", spec.inputs), ("output", spec.outputs)):
         names = [tensor.where for tensor in tensors]
         for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f": {direction} {name!r} is declared twice"
+            yield f": {direction} {name!r} is declared twice; declare it once"
     if "" in (names := [tensor.where for tensor in spec.outputs]) and len(names) > 1:
-        yield ": output '' is the whole result and excludes other outputs"
+        yield ": output '' is the whole result and excludes other outputs; declare it alone"
     for tensor in spec.inputs:
         if Argument.of(module, tensor.where) is None:
             known = list(inspect.signature(module.forward).parameters)
@@ -252,17 +279,21 @@ def _attribute(module: nn.Module, attribute: LocalAttribute, plan: ShardingPlan)
     try:
         holder, last = read_attribute(module, attribute.name)
     except AttributeError:
-        yield f": attribute {attribute.name!r} to localize does not exist"
+        yield f": attribute {attribute.name!r} to localize does not exist; take it out of localize"
         return
     if getattr(holder, last) != attribute.value:
         yield (
             f": attribute {attribute.name!r} is {getattr(holder, last)!r}, the plan expects the "
-            f"global value {attribute.value}"
+            f"global value {attribute.value}; make the plan for this module"
         )
     if attribute.axis not in plan.model_axes:
-        yield f": attribute {attribute.name!r} is localized over {attribute.axis!r}, no model axis"
+        yield (
+            f": attribute {attribute.name!r} is localized over {attribute.axis!r}, no model axis; "
+            f"use one of {plan.model_axes}"
+        )
     elif attribute.value % plan.mesh.size(attribute.axis):
         yield (
             f": attribute {attribute.name!r} of value {attribute.value} is not divisible by mesh "
-            f"axis {attribute.axis!r} of size {plan.mesh.size(attribute.axis)}"
+            f"axis {attribute.axis!r} of size {plan.mesh.size(attribute.axis)}; use a smaller "
+            "axis, or replicate what the attribute counts"
         )

@@ -105,11 +105,14 @@ def _resolved(call: Call, sizes: Sequence[int], numel: int) -> tuple[int, ...]:
     """A shape with -1 replaced."""
     given = tuple(int(size) for size in sizes)
     if given.count(-1) > 1:
-        raise call.error(f"only one size of {given} may be -1")
+        raise call.error(f"only one size of {given} may be -1", "give the other sizes")
     if -1 in given:
         known = math.prod(size for size in given if size != -1)
         if not known or numel % known:
-            raise call.error(f"shape {given} does not fit {numel} elements")
+            raise call.error(
+                f"shape {given} does not fit {numel} elements",
+                "sizes are those of the global tensor",
+            )
         given = tuple(numel // known if size == -1 else size for size in given)
     if math.prod(given) != numel:
         raise call.error(
@@ -123,7 +126,10 @@ def reshaped(call: Call, target: Sequence[int], run: str = "reshape") -> Recipe:
     """A view as another global shape; the local one follows from the output's layout."""
     source = call.input.layout.shape
     if 0 in source:
-        raise call.error("a view of a tensor without elements has no rule")
+        raise call.error(
+            "a view of a tensor without elements has no rule",
+            "make the empty tensor in its new shape",
+        )
     text, sizes = view_pattern(source, target)
     recipe = _single(call, text, sizes)
     shape = own_shape(recipe.outputs)
@@ -155,7 +161,7 @@ def _flatten(call: Call) -> Recipe:
     if not shape:
         return reshaped(call, (1,))
     if start > end:
-        raise call.error(f"start_dim {start} comes after end_dim {end}")
+        raise call.error(f"start_dim {start} comes after end_dim {end}", "swap them")
     merged = math.prod(shape[start : end + 1])
     return reshaped(call, (*shape[:start], merged, *shape[end + 1 :]))
 
@@ -198,7 +204,10 @@ def _permute(call: Call) -> Recipe:
     names = letters(len(call.input.shape))
     order = dims_of(call, len(names), "dims")
     if sorted(order) != list(range(len(names))):
-        raise call.error(f"dims {call.get('dims')} are not a permutation")
+        raise call.error(
+            f"dims {call.get('dims')} are not a permutation",
+            f"name each of the {len(names)} dims once",
+        )
     return _single(call, f"{' '.join(names)} -> {' '.join(names[i] for i in order)}")
 
 
@@ -234,7 +243,9 @@ def _expand(call: Call) -> Recipe:
     sizes = tuple(int(size) for size in call.get("size"))
     extra = len(sizes) - len(shape)
     if extra < 0:
-        raise call.error(f"cannot expand {len(shape)} dims to {len(sizes)}")
+        raise call.error(
+            f"cannot expand {len(shape)} dims to {len(sizes)}", "give a size, or -1, for every dim"
+        )
     left: list[str] = []
     right = [f"n{i}" for i in range(extra)]
     new = {f"n{i}": sizes[i] for i in range(extra)}
@@ -245,7 +256,10 @@ def _expand(call: Call) -> Recipe:
             right.append(f"n{extra + i}")
             new[f"n{extra + i}"] = wanted
         elif wanted not in (size, -1):
-            raise call.error(f"dim {i} of size {size} cannot be expanded to {wanted}")
+            raise call.error(
+                f"dim {i} of size {size} cannot be expanded to {wanted}",
+                f"give {size} or -1; sizes are those of the global tensor",
+            )
         else:
             left.append(f"d{i}")
             right.append(f"d{i}")
@@ -390,7 +404,10 @@ def _repeat(call: Call) -> Recipe:
     shape = call.input.shape
     extra = len(sizes) - len(shape)
     if extra < 0:
-        raise call.error(f"repeat needs a count per dim, found {sizes} for {len(shape)} dims")
+        raise call.error(
+            f"repeat needs a count per dim, found {sizes} for {len(shape)} dims",
+            "use 1 for the dims that stay as they are",
+        )
     left, right, new = [], [f"n{i}" for i in range(extra)], {}
     for i in range(extra):
         new[f"n{i}"] = sizes[i]
@@ -405,7 +422,10 @@ def _repeat(call: Call) -> Recipe:
 def _repeat_interleave(call: Call) -> Recipe:
     count, dim = call.get("repeats"), call.get("dim")
     if not isinstance(count, int) or dim is None:
-        raise call.error("only an integer count along a given dim has a rule")
+        raise call.error(
+            "only an integer count along a given dim has a rule",
+            "pass an integer and dim=, or redistribute to Replicate() and compute on to_local()",
+        )
     at = _one_dim(call)
     return resized(call, {at: call.input.shape[at] * count})
 
@@ -460,7 +480,10 @@ class Index:
                 self.right.append("1")
             else:
                 if dim >= len(shape):
-                    raise call.error(f"too many indices for a tensor of {len(shape)} dims")
+                    raise call.error(
+                        f"too many indices for a tensor of {len(shape)} dims",
+                        f"give at most {len(shape)}",
+                    )
                 self.take(item, dim, shape[dim])
                 dim += 1
 
@@ -479,7 +502,10 @@ class Index:
             self.sizes[f"s{dim}"] = length
         elif isinstance(item, int) and not isinstance(item, bool):
             if not -size <= item < size:
-                raise self.call.error(f"index {item} is out of range for dim {dim} of size {size}")
+                raise self.call.error(
+                    f"index {item} is out of range for dim {dim} of size {size}",
+                    f"use {-size} to {size - 1}; indices are those of the global tensor",
+                )
             self.left.append(f"[d{dim}]")
         else:
             raise self.call.error(
@@ -521,7 +547,10 @@ def _setitem(call: Call) -> Recipe | None:
         call.operator, parse("..., ... -> ...", linear=False), [part.outputs[0], value.layout]
     )
     if joined.outputs[0].placements != part.outputs[0].placements:
-        raise call.error("the value is cut where the tensor written is not")
+        raise call.error(
+            "the value is cut where the tensor written is not",
+            "redistribute the value to the placements of the part that is written",
+        )
     return Recipe((*part.operands, joined.operands[1]), target)
 
 
