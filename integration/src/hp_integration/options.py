@@ -168,14 +168,14 @@ def _parser() -> argparse.ArgumentParser:
         "torchrun --standalone --nproc-per-node=4 -m hp_integration.train --mesh dp_shard=2,tp=2",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_layout(parser.add_argument_group("layout"), default)
+    _add_layout(parser.add_argument_group("layout"))
     _add_model_and_data(parser.add_argument_group("model and data"), default)
     _add_training(parser.add_argument_group("training"), default)
     _add_output(parser.add_argument_group("output"), default)
     return parser
 
 
-def _add_layout(group: argparse._ArgumentGroup, default: Options) -> None:
+def _add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mesh",
         type=parse_mesh,

@@ -7,6 +7,7 @@ work: our two modes, the same block written by hand, and PyTorch's native tensor
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -50,9 +51,11 @@ def run(quick: bool) -> BenchResult:
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        sides = {name: make(mesh) for name, make in makers.items()}
-        times = interleaved(sides, repeats=100 if quick else 400, warmup=20)
-        torch.set_num_threads(threads)
+        try:
+            sides = {name: make(mesh) for name, make in makers.items()}
+            times = interleaved(sides, repeats=100 if quick else 400, warmup=20)
+        finally:
+            torch.set_num_threads(threads)
         application = _application_seconds(mesh)
     finally:
         dist.destroy_process_group()
@@ -151,8 +154,6 @@ def _native(mesh: DeviceMesh) -> Step:
 
 
 def _application_seconds(mesh: DeviceMesh) -> float:
-    import time
-
     model = abstract_model(_config(48))
     start = time.perf_counter()
     parallelize(model, hp_planner.plan(model, mesh), mesh, mode="production")
