@@ -92,11 +92,11 @@ def run(arguments: Sequence[str], world: World, activity: Activity | None = None
     report = Report.of_rank(world)
     report.inputs(inputs, Topology.discover())
     activity.phase = "checking the plan"
-    trainer = prepare(inputs, world, report)
+    trainer = prepare(inputs, report)
     return train(trainer, inputs, world, report, activity)
 
 
-def prepare(inputs: Inputs, world: World, report: Report) -> Trainer:
+def prepare(inputs: Inputs, report: Report) -> Trainer:
     """Checks the plan, then builds what trains, at its first step or where it stopped."""
     options = inputs.options
     if inputs.plan is None:
