@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -713,6 +714,18 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         refuses("has no dim 3", nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(3))
         refuses("shard_placement_fn returned", nn.Linear(2, 2), shard_placement_fn=lambda p: 0)
         refuses("reshard_after_forward=2", nn.Linear(2, 2), reshard_after_forward=2)
+        refuses("must be a torch.distributed.device_mesh.DeviceMesh", nn.Linear(2, 2), mesh=4)
+        refuses(
+            "import MixedPrecisionPolicy from hp_fsdp", nn.Linear(2, 2), mp_policy=TorchPolicy()
+        )
+        refuses("MixedPrecisionPolicy, found builtins.NoneType", nn.Linear(2, 2), mp_policy=None)
+        refuses("ignored_params must be a set", nn.Linear(2, 2), ignored_params={"weight"})
+        for factor in (0, float("nan"), float("inf"), "2"):
+            with pytest.raises(hp_fsdp.ShardingError, match="must be a positive number"):
+                outer.set_gradient_divide_factor(factor)
+        for depth in (-1, 1.5, "1"):
+            with pytest.raises(hp_fsdp.ShardingError, match="integers >= 0"):
+                outer.set_prefetch_depth(depth)
         refuses("mesh_dim_names", nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
         cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
         refuses("one axis", nn.Linear(2, 2), mesh=cube)

@@ -326,3 +326,36 @@ def test_values_assigned_to_data_are_used():
         assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 3), 8.0))
 
     run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_a_change_of_type_after_sharding_reaches_computation_and_gradients():
+    def body(rank):
+        for before in (False, True):  # a forward
+            model = fully_shard(
+                nn.Linear(4, 2), mesh=init_device_mesh("cpu", (4,))
+            )  # two ranks hold no row
+            if before:
+                model(torch.ones(1, 4)).sum().backward()
+                model.zero_grad()
+            model.to(torch.float64)
+            out = model(torch.ones(1, 4, dtype=torch.float64))
+            out.sum().backward()
+            assert out.dtype == torch.float64
+            assert model.weight.grad.dtype == torch.float64
+            assert model.weight.grad.full_tensor().equal(torch.ones(2, 4, dtype=torch.float64))
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_ties_survive_what_replaces_parameters():
+    def body(rank):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+            model[1].weight = model[0].weight
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,))).to_empty(device="cpu")
+        assert model[1].weight is model[0].weight
+        assert len(list(model.parameters())) == 1
+
+    run_ranks(body, 2)

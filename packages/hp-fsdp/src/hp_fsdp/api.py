@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, cast, overload
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from hp_fsdp import hooks, state_dict
+from hp_fsdp import hooks, optimizers, state_dict
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
 from hp_fsdp.param import SHARDED_MARK, Owner, ShardedParameter
@@ -20,6 +21,8 @@ from hp_fsdp.root import UNIT_ATTRIBUTE, Root, unit_of
 from hp_fsdp.unit import Unit
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+optimizers.install()
 
 
 @overload
@@ -88,12 +91,13 @@ def fully_shard(
     modules = list(module) if isinstance(module, list) else [module]
     _check_modules(modules)
     reshard = _checked_reshard(reshard_after_forward)
+    _check_arguments(mesh, mp_policy, ignored_params)
     if type(offload_policy) is not OffloadPolicy:
         raise NotAvailableError(
             f"offload_policy must be OffloadPolicy() in this version, found {offload_policy!r}"
         )
     data = DataMesh.of(mesh)
-    found = _owned_parameters(modules, ignored_params or set())
+    found = _owned_parameters(modules, set(ignored_params or ()))
     _move_buffers(modules, data.shard.device)
     parameters = [
         ShardedParameter(
@@ -142,6 +146,29 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                     f"fully_shard was given {_described(other)} together with a module that "
                     "contains it; list each module once"
                 )
+
+
+def _check_arguments(mesh: object, mp_policy: object, ignored_params: object) -> None:
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ShardingError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh or None, found {mesh!r}"
+        )
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        kind = type(mp_policy)
+        raise ShardingError(
+            "mp_policy must be a hp_fsdp.MixedPrecisionPolicy, found "
+            f"{kind.__module__}.{kind.__name__}; import MixedPrecisionPolicy from hp_fsdp, where "
+            "it takes the same arguments as PyTorch's"
+        )
+    given = ignored_params
+    if given is not None and not (
+        isinstance(given, set | frozenset | list | tuple)
+        and all(isinstance(each, nn.Parameter) for each in given)
+    ):
+        raise ShardingError(
+            f"ignored_params must be a set of nn.Parameter or None, found {type(given).__name__}; "
+            "pass {module.weight}, the objects themselves, not names"
+        )
 
 
 def _checked_reshard(value: bool | int | None) -> bool | None:
@@ -298,8 +325,10 @@ class FSDPModule:
 
         Call it on the root module. Not part of FSDP2's interface.
         """
-        if forward < 0 or backward < 0:
-            raise ShardingError(f"prefetch depths must be >= 0, found {forward} and {backward}")
+        if not all(isinstance(depth, int) and depth >= 0 for depth in (forward, backward)):
+            raise ShardingError(
+                f"prefetch depths must be integers >= 0, found {forward!r} and {backward!r}"
+            )
         root = Root.of(_own_unit(self))
         root.forward_order.depth = forward
         root.backward_order.depth = backward
@@ -331,8 +360,10 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides summed gradients by `factor` instead of by the number of data-parallel ranks."""
-        if not factor > 0:
-            raise ShardingError(f"the gradient divide factor must be positive, found {factor}")
+        if not (isinstance(factor, int | float) and 0 < factor < math.inf):
+            raise ShardingError(
+                f"the gradient divide factor must be a positive number, found {factor!r}"
+            )
         _own_unit(self).divisor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -379,7 +410,11 @@ class FSDPModule:
         # `.to`, `.half`, `to_empty` and the like must meet the shards.
         for unit in _units(self, recurse=True):
             unit.release()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for unit in _units(self, recurse=True):
+            for parameter in unit.parameters:
+                parameter.tie()
+        return applied
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -26,12 +26,13 @@ from hp_platform import Handle, Origin, all_gather
 from hp_platform.buffers import aligned_empty
 
 SHARDED_MARK = "_hp_fsdp_sharded"
-"""Attribute of a parameter that a unit has taken, and of the one it was made from."""
+"""Attribute of a parameter that a unit has taken, of its gathered form and of its origin."""
 
 CALL_ADVICE = (
     "these parameters are under fully_shard and whole only inside forward. Call the module itself, "
     "module(...), rather than module.forward(...); for other methods that compute, call "
-    "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard"
+    "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard. To load full "
+    "values, call hp_fsdp.load_full_state_dict(module, state)"
 )
 """Shown where a shard meets a plain tensor."""
 
@@ -81,6 +82,7 @@ class ShardedParameter:
                 f"parameter {name!r}: {self.layout} gives this rank {self.layout.local_shape()}, "
                 f"but the chunk of the local tensor {self.cut.shape} is {self.cut.local_shape}"
             )
+        self._policy = policy
         self.compute_dtype = policy.computes_in(parameter.dtype)
         self.reduce_dtype = policy.reduces_in(parameter.dtype)
         self.accumulated: Tensor | None = None
@@ -153,8 +155,10 @@ class ShardedParameter:
                 f"parameter {self.name!r} is still on the meta device: call "
                 "module.to_empty(device=...) and initialise it before the first forward"
             )
+        if local.dtype != self._storage.dtype:
+            self._change_type(local.dtype)
         if local.data_ptr() == self._storage.data_ptr() or local.numel() == 0:
-            if self._storage.is_meta:
+            if self._storage.is_meta or local.dtype != self._storage.dtype:
                 self._storage = aligned_empty(
                     self._storage_numel, local.dtype, self._data.shard.device
                 ).zero_()
@@ -164,6 +168,25 @@ class ShardedParameter:
         storage[local.numel() :].zero_()
         self.sharded.data = self.as_dtensor(self._local_view(storage))
         self._storage = storage
+
+    def tie(self) -> None:
+        """Registers in every place what the first one holds.
+
+        `Module._apply` may make a new parameter for each place, which cuts ties.
+        """
+        first = self.owners[0]
+        parameter = first.module._parameters[first.name]
+        for owner in self.owners[1:]:
+            owner.module._parameters[owner.name] = parameter
+
+    def _change_type(self, dtype: torch.dtype) -> None:
+        """The shard has a new type, as after `module.to(dtype)`: so has everything made from it."""
+        self.compute_dtype = self._policy.computes_in(dtype)
+        self.reduce_dtype = self._policy.reduces_in(dtype)
+        if self._full is not None and self._full.dtype != self.compute_dtype:
+            self._full, self._buffer, self._hooked = None, None, False
+        if self.accumulated is not None:
+            self.accumulated = self.accumulated.to(self.reduce_dtype)
 
     def _checked_replacement(self, found: nn.Parameter | None) -> nn.Parameter:
         layout = found.layout if isinstance(found, DTensor) else None
@@ -179,6 +202,11 @@ class ShardedParameter:
     def _mark(self, parameter: nn.Parameter) -> None:
         setattr(parameter, SHARDED_MARK, True)
         parameter._hp_advice = CALL_ADVICE  # type: ignore[attr-defined]
+
+    @property
+    def form_ids(self) -> tuple[int, int]:
+        """`id` of the shard and of the gathered form: what the modules may have registered."""
+        return id(self.sharded), id(self._full)
 
     # -- gathering ---------------------------------------------------------------------------
 
@@ -200,6 +228,7 @@ class ShardedParameter:
             self._full = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
         if self._source is not None:
             attach_layout(self._full, self._source)
+        setattr(self._full, SHARDED_MARK, True)
 
     def begin_gather(self, origin: Origin) -> None:
         """Issues the all-gather; nothing is valid before `finish_gather`."""

@@ -127,7 +127,12 @@ class Root:
         self.units = list(paths)
 
     def _refuse_cut_ties(self) -> None:
-        owned = {id(p.sharded) for module in self.unit.modules for p in _parameters_below(module)}
+        owned = {
+            form
+            for module in self.unit.modules
+            for parameter in _parameters_below(module)
+            for form in parameter.form_ids
+        }
         for module in self.unit.modules:
             for name, parameter in module.named_parameters():
                 if getattr(parameter, SHARDED_MARK, False) and id(parameter) not in owned:
