@@ -30,7 +30,7 @@ from hp_integration.world import (
 )
 from hp_platform.agreement import agree
 from hp_platform.errors import AgreementError
-from hp_platform.failures import Activity, reported_failures
+from hp_platform.failures import Activity, reported_failures, reported_stop
 from hp_platform.ledger import Ledger, ledger
 from hp_platform.topology import Topology
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _launch(arguments: Sequence[str], activity: Activity) -> int:
-    with process_group() as world:
+    with process_group() as world, reported_stop(activity):
         try:
             run(arguments, world, activity)
         except InputError as error:

@@ -1,11 +1,20 @@
 """What a failing rank tells, and what its peers tell of it."""
 
 import os
+import signal
+import time
 
 import pytest
 import torch
 
-from hp_platform import MeshAxis, Origin, RankFailure, all_reduce, reported_failures
+from hp_platform import (
+    MeshAxis,
+    Origin,
+    RankFailure,
+    all_reduce,
+    reported_failures,
+    reported_stop,
+)
 from hp_platform.testing import ranks, run_ranks
 
 
@@ -83,6 +92,32 @@ def test_a_lost_peer_is_recognised_in_collectives_that_pytorch_makes_itself(tmp_
     assert "rank 0 on " in peer
     assert "stopped in training" in peer
     assert "the first failure was: rank 1 on " in peer
+
+
+@pytest.mark.ranks
+def test_a_rank_that_its_launcher_stops_says_where_it_was(tmp_path):
+    def body(rank, activity):
+        activity.phase = "step 7"
+        with reported_stop(activity):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    (text,), failure = reports(tmp_path, body, world_size=1)
+    assert "stopped by its launcher (SIGTERM) in training, step 7" in text
+    assert "exit code 143" in failure.reports[0]
+
+
+def test_the_handler_of_stops_is_gone_afterwards_and_leaves_others_alone():
+    with reported_failures("training") as activity:
+        with reported_stop(activity):
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            with reported_stop(activity):
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def test_success_and_a_chosen_exit_pass_through():

@@ -26,7 +26,7 @@ from hp_platform.errors import (
     RankFailure,
     TopologyError,
 )
-from hp_platform.failures import reported_failures
+from hp_platform.failures import reported_failures, reported_stop
 from hp_platform.handle import Handle
 from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark
 from hp_platform.topology import Tier, Topology
@@ -63,5 +63,6 @@ __all__ = [
     "reduce",
     "reduce_scatter",
     "reported_failures",
+    "reported_stop",
     "testing",
 ]

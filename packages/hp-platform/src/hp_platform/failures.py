@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -65,6 +68,37 @@ def reported_failures(what: str) -> Iterator[Activity]:
         account = f"{_who()} failed in {activity}: {type(error).__name__}: {error}"
         _publish(account)
         _end(f"{account}\n{''.join(traceback.format_exception(error)).rstrip()}", 1)
+
+
+@contextlib.contextmanager
+def reported_stop(activity: Activity) -> Iterator[None]:
+    """Says what this rank was doing when its launcher ends it with SIGTERM.
+
+    A launcher stops the ranks that are left when one was killed; they then tell how far the run
+    had come, for the killed one cannot. Enter it once the process group exists: Python acts on a
+    signal only between two of its own instructions, and a rank that still waits for others to
+    start would not come to that. Outside the main thread, or where the program has a handler of
+    its own, it does nothing.
+
+    Args:
+        activity: what `reported_failures` gave.
+    """
+    free = threading.current_thread() is threading.main_thread()
+    if not free or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a forked helper has inherited the handler, not the report
+            os._exit(128 + number)
+        _end(f"{_who()}: stopped by its launcher (SIGTERM) in {activity}", 128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _who() -> str:
