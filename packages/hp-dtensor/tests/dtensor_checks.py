@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Partial, Replicate, Shard
+from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.testing.dense_comparison import DenseCall
+from hp_dtensor.testing.rule_check import axis_choices, layout_choices
+
+__all__ = ["agrees", "axis_choices", "integers", "layout_choices", "leaf", "mesh_of", "spread"]
 
 
 def mesh_of(*sizes: int) -> DeviceMesh:
@@ -45,60 +48,17 @@ def leaf(value: Tensor, layout: Layout) -> DTensor:
     return spread(value, layout).requires_grad_()
 
 
-def axis_choices(shape: Sequence[int]) -> list[tuple[Any, Any]]:
-    """Value and gradient placement on one axis: everything D3 allows for this shape."""
-    replicated = [(Replicate(), Replicate()), (Replicate(), Partial())]
-    return [
-        *replicated,
-        (Partial(), Replicate()),
-        *((Shard(d), Shard(d)) for d in range(len(shape))),
-    ]
-
-
-def layout_choices(shape: Sequence[int], mesh: DeviceMesh) -> list[Layout]:
-    """Every layout of a shape without strides, sections or ragged shares."""
-    return [
-        Layout(mesh, [value for value, _ in axes], shape, [grad for _, grad in axes])
-        for axes in itertools.product(axis_choices(shape), repeat=mesh.ndim)
-    ]
-
-
 def agrees(
-    function: Callable[..., Any], dense: Sequence[Tensor], placed: Sequence[DTensor]
+    function: Callable[..., Any], dense: Sequence[Tensor], laid_out: Sequence[DTensor]
 ) -> None:
-    """Values and gradients of `function` on DTensors are those on dense tensors."""
-    sources = [value.clone().requires_grad_(value.is_floating_point()) for value in dense]
-    expected = function(*sources)
-    found = function(*placed)
-    compare(found, expected)
-    outputs = [expected] if isinstance(expected, Tensor) else list(expected)
-    answers = [found] if isinstance(found, Tensor) else list(found)
-    weights = [integers(output.shape, 7 + i) for i, output in enumerate(outputs)]
-    pairs = [
-        (output, answer, weight)
-        for output, answer, weight in zip(outputs, answers, weights)
-        if output.requires_grad
-    ]
-    if not pairs:
-        return
-    torch.autograd.backward([p[0] for p in pairs], [p[2] for p in pairs])
-    for _, answer, weight in pairs:
-        seed = spread(weight, answer.grad_layout)
-        answer.backward(seed, retain_graph=True)
-    for source, operand in zip(sources, placed):
-        if source.grad is None or not isinstance(operand, DTensor):
-            continue
-        assert operand.grad is not None, f"no gradient for {operand.layout}"
-        compare(operand.grad, source.grad)
+    """Values and gradients of `function` on DTensors are those on dense tensors.
 
-
-def compare(found: Any, expected: Any) -> None:
-    if isinstance(expected, Tensor):
-        assert isinstance(found, DTensor), type(found)
-        assert tuple(found.shape) == tuple(expected.shape), (found.shape, expected.shape)
-        assert tuple(found.to_local().shape) == found.layout.local_shape(), found.layout
-        torch.testing.assert_close(found.detach().full_tensor(), expected.detach())
-        return
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected):
-        compare(one, other)
+    Raises:
+        AssertionError: they are not; on every rank, naming the one that found it.
+        OperatorError: the layouts are refused.
+    """
+    mesh = laid_out[0].device_mesh
+    assert isinstance(mesh, DeviceMesh)
+    refused = DenseCall.of(function, dense).compare(laid_out, mesh)
+    if refused is not None:
+        raise OperatorError(refused.reason)

@@ -42,6 +42,23 @@ PUBLIC = [
     "settle_gradients",
 ]
 
+TESTING = [
+    "DistributedValue",
+    "RuleReport",
+    "check_plan",
+    "check_redistribute",
+    "check_rule",
+    "collect",
+    "distributed_tensors",
+    "every_placement",
+    "layouts",
+    "meshes",
+    "pairs_of",
+    "placements",
+    "shapes",
+    "spread",
+]
+
 
 def test_public_names_are_these() -> None:
     assert sorted(hp_dtensor.__all__) == PUBLIC
@@ -56,6 +73,11 @@ def test_every_public_name_loads(name: str) -> None:
 
 def test_submodules_load_by_name() -> None:
     assert hp_dtensor.testing.__name__ == "hp_dtensor.testing"
+
+
+def test_the_public_names_of_the_fuzzing_kit_are_these() -> None:
+    assert hp_dtensor.testing.__all__ == TESTING
+    assert all(hasattr(hp_dtensor.testing, name) for name in TESTING)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

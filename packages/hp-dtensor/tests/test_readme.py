@@ -1,16 +1,24 @@
-"""The README's example runs and prints what it says."""
+"""The README's examples run, and the first prints what it says."""
 
 import re
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hp_dtensor.rules.engine import OperatorError
 
 README = Path(__file__).parents[1] / "README.md"
 
 
+def examples() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
 def test_the_example_prints_what_it_says() -> None:
-    text = README.read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    example, _ = examples()
     printed = StringIO()
     with redirect_stdout(printed):
         exec(example, {})
@@ -19,3 +27,25 @@ def test_the_example_prints_what_it_says() -> None:
     assert "reduce-scatter on tp" in output
     for said in re.findall(r"# ([(\[].*[)\]])$", example, re.MULTILINE):
         assert said in output
+
+
+@pytest.mark.ranks
+def test_the_ci_file_passes() -> None:
+    _, ci_file = examples()
+    names: dict[str, Any] = {}
+    exec(ci_file, names)
+    tests = [value for name, value in names.items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
+
+
+@pytest.mark.ranks
+def test_the_ci_file_fails_for_a_plan_that_forgets_a_sum() -> None:
+    _, ci_file = examples()
+    planted = ci_file.replace('("input", whole, summed)', '("input", whole, whole)')
+    assert planted != ci_file
+    names: dict[str, Any] = {}
+    exec(planted, names)
+    with pytest.raises(OperatorError, match="linear"):
+        names["test_the_plan_trains_as_the_dense_model"]()

@@ -116,6 +116,8 @@ def _embedding(call: Call) -> Recipe:
         raise call.error("max_norm and sparse gradients have no rule")
     if call.get("scale_grad_by_freq", False):
         raise call.error("scale_grad_by_freq has no rule")
+    if call.layouts[0].partial_axes():
+        raise call.error("the indices are a pending sum, and a lookup is not linear in them")
     derivation = derive(
         call.operator, parse("..., v d -> ... d"), call.layouts, names=("input", "weight")
     )

@@ -3,7 +3,6 @@
 A distributed tensor is held here as the list of all ranks' local tensors, in rank order, so that
 one process stands for a whole mesh. `spread` and `collect` go from a dense tensor to such a list
 and back by `Layout.owned_indices` alone: they are the reference that redistribution is held to.
-Needs the extra `hp-dtensor[testing]`.
 """
 
 from __future__ import annotations

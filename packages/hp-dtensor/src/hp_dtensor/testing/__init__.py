@@ -1,0 +1,37 @@
+"""The fuzzing kit: Hypothesis strategies for layouts, and checks of transitions, rules and plans.
+
+For the tests of this project and for those of its users. Needs the extra `hp-dtensor[testing]`.
+"""
+
+from hp_dtensor.testing.plan_check import check_plan
+from hp_dtensor.testing.rule_check import RuleReport, check_rule
+from hp_dtensor.testing.strategies import (
+    DistributedValue,
+    check_redistribute,
+    collect,
+    distributed_tensors,
+    every_placement,
+    layouts,
+    meshes,
+    pairs_of,
+    placements,
+    shapes,
+    spread,
+)
+
+__all__ = [
+    "DistributedValue",
+    "RuleReport",
+    "check_plan",
+    "check_redistribute",
+    "check_rule",
+    "collect",
+    "distributed_tensors",
+    "every_placement",
+    "layouts",
+    "meshes",
+    "pairs_of",
+    "placements",
+    "shapes",
+    "spread",
+]
