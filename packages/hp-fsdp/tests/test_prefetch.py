@@ -166,7 +166,7 @@ def test_the_user_can_set_the_order():
         assert order[:3] == [(f"layers.{i}", "forward") for i in (0, 1, 2)]
         start = order.index(("layers.4", "backward"))
         assert order[start + 1 : start + 3] == [("layers.3", "backward"), ("layers.2", "backward")]
-        with pytest.raises(ShardingError, match="depths must be >= 0"):
+        with pytest.raises(ShardingError, match="depths must be integers >= 0"):
             model.set_prefetch_depth(-1)
 
     run_ranks(body, 2)
