@@ -19,6 +19,7 @@ from hp_fsdp.testing import (
     full_gradients,
     full_parameters,
 )
+from hp_platform import ledger
 from hp_platform.testing import run_ranks
 
 OPTIMIZERS = {
@@ -809,15 +810,17 @@ def test_resharding_after_forward_and_backward_can_be_set(when, recurse):
         fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
-        def gathered():
-            return [type(layer.weight) is nn.Parameter for layer in model]
-
         def found():
             loss = model(torch.ones(2, 4)).sum()
             if when == "forward":
-                return gathered()
+                return [type(layer.weight) is nn.Parameter for layer in model]
             loss.backward()
-            return gathered()
+            # The shards are shown between steps, so the next forward tells what is gathered.
+            assert not any(type(layer.weight) is nn.Parameter for layer in model)
+            with ledger() as log, torch.no_grad():
+                model(torch.ones(2, 4))
+            units = {r.origin.name for r in log.records if r.origin.phase == "forward"}
+            return [name not in units for name in ("0", "root")]
 
         assert found() == [False, False]
         getattr(model, f"set_reshard_after_{when}")(False, recurse=recurse)

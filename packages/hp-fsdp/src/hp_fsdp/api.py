@@ -406,6 +406,13 @@ class FSDPModule:
 
     # -- nn.Module -------------------------------------------------------------------------------
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`; between forward and backward too it means the shards."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in _units(self, recurse=True):
+            for parameter in unit.parameters:
+                parameter.zero_gradient(set_to_none)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `.to`, `.half`, `to_empty` and the like must meet the shards.
         for unit in _units(self, recurse=True):

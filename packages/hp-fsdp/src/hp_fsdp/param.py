@@ -266,6 +266,12 @@ class ShardedParameter:
             self._buffer.release()
 
     @property
+    def is_replaced(self) -> bool:
+        """The modules have been given another parameter."""
+        owner = self.owners[0]
+        return id(owner.module._parameters[owner.name]) not in self.form_ids
+
+    @property
     def is_stale(self) -> bool:
         """The shard has been written to since it was last gathered."""
         local = self.local
@@ -372,6 +378,14 @@ class ShardedParameter:
             return
         gradient = gradient.to(self.sharded.dtype).contiguous()
         self.sharded.grad = self.as_dtensor(gradient)
+
+    def zero_gradient(self, set_to_none: bool) -> None:
+        """Forgets the shard's gradient, or fills it with zeros."""
+        present = self.sharded.grad
+        if set_to_none:
+            self.sharded.grad = None
+        elif isinstance(present, DTensor):
+            present.to_local().zero_()
 
     # -- registration ------------------------------------------------------------------------
 

@@ -209,6 +209,7 @@ class Root:
         for unit in self.units:
             if unit.reshard_after_backward:
                 unit.release()
+            unit.show_shards()
             unit.in_backward = False
             unit.calls_within.clear()
             self.finish_unit(unit)

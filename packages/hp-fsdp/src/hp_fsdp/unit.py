@@ -53,6 +53,7 @@ class Unit:
         requires_gradient_sync: False accumulates gradients without any communication.
         requires_all_reduce: False accumulates on the shards, without the slow tier.
         divisor: what the sum of the gradients over the data-parallel ranks is divided by.
+        shows_shards: the modules have the shards registered although the unit is gathered.
         in_backward: between the first use of the parameters in a backward and their release.
         backward_pass: number of the pass in which `in_backward` began.
         call: the forward call in progress.
@@ -85,6 +86,7 @@ class Unit:
         self.requires_all_reduce = True
         self.divisor: float = data.data_parallel_size
         self.state = UnitState.SHARDED
+        self.shows_shards = False
         self.in_backward = False
         self.backward_pass = -1
         self.call: Call | None = None
@@ -114,13 +116,24 @@ class Unit:
         self.state = UnitState.GATHERING
 
     def wait(self) -> None:
-        """Makes the full parameters valid and registers them, if a gather is in flight."""
+        """Makes the full parameters valid and registers them, if they are gathered at all."""
+        if self.shows_shards:
+            self.shows_shards = False
+            for parameter in self.parameters:
+                parameter.register(parameter.full)
         if self.state is not UnitState.GATHERING:
             return
         with torch.no_grad():
             for parameter in self.parameters:
                 parameter.finish_gather()
         self.state = UnitState.GATHERED
+
+    def show_shards(self) -> None:
+        """Registers the shards and keeps what is gathered: until `wait`, gradients are found."""
+        if self.state is UnitState.GATHERED and not self.shows_shards:
+            for parameter in self.parameters:
+                parameter.register(parameter.sharded)
+            self.shows_shards = True
 
     def release(self) -> None:
         """Registers the shards again and gives the gathered memory back."""
@@ -133,6 +146,9 @@ class Unit:
 
     def drop_if_stale(self) -> None:
         """Releases gathered values that shards have left behind, e.g. after an optimizer step."""
+        if self.shows_shards and any(p.is_replaced for p in self.parameters):
+            self.shows_shards = False
+            self.state = UnitState.SHARDED
         if self.state is UnitState.GATHERED and any(p.is_stale for p in self.parameters):
             self.release()
 
