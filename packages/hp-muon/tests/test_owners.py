@@ -56,7 +56,7 @@ def test_the_cost_counts_the_products_on_the_small_side():
 )
 def test_subgroups_follow_the_hosts(hosts, expected):
     ranks = torch.arange(len(hosts)).reshape(-1, 2)
-    assert replica_subgroups(ranks, 0, Topology.from_hosts(hosts), "replicate") == expected
+    assert replica_subgroups(ranks, 0, Topology.from_hosts(list(hosts)), "replicate") == expected
 
 
 @pytest.mark.parametrize(
@@ -65,4 +65,6 @@ def test_subgroups_follow_the_hosts(hosts, expected):
 )
 def test_subgroups_that_would_cross_hosts_are_refused(hosts, message):
     with pytest.raises(MuonError, match=f"'replicate'.*({message})"):
-        replica_subgroups(torch.arange(8).reshape(4, 2), 0, Topology.from_hosts(hosts), "replicate")
+        replica_subgroups(
+            torch.arange(8).reshape(4, 2), 0, Topology.from_hosts(list(hosts)), "replicate"
+        )
