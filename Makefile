@@ -10,17 +10,18 @@ EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: help demo test check format wheels bench clean install
+.PHONY: help demo test test-slow check format wheels bench clean install
 .DEFAULT_GOAL := help
 
 help:
-	@echo "demo    train a small Qwen3-MoE on four local ranks (sets up .venv first)"
-	@echo "test    run every test (sets up .venv first)"
-	@echo "check   ruff, mypy --strict on src, import rules"
-	@echo "format  let ruff format and fix"
-	@echo "wheels  build all packages into dist/"
-	@echo "bench   run every benchmark in its quick form"
-	@echo "clean   remove .venv, build results and caches"
+	@echo "demo       train a small Qwen3-MoE on four local ranks (sets up .venv first)"
+	@echo "test       run every test (sets up .venv first)"
+	@echo "test-slow  run the tests that are too long for every day (sets up .venv first)"
+	@echo "check      ruff, mypy --strict on src, import rules"
+	@echo "format     let ruff format and fix"
+	@echo "wheels     build all packages into dist/"
+	@echo "bench      run every benchmark in its quick form"
+	@echo "clean      remove .venv, build results and caches"
 
 install: $(STAMP)
 
@@ -35,6 +36,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# The long runs: the catalogue of model families, whole training runs, wheels of torch_npu.
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow --timeout 3600 $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
