@@ -1,10 +1,6 @@
 """Two torchrun agents as two hosts: in network namespaces where root allows, else on loopback."""
 
-import contextlib
-import os
-import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +9,7 @@ import pytest
 
 from hp_integration.train import run
 from hp_integration.world import World
-from hp_platform.testing import run_ranks
+from hp_platform.testing import TwoTierUnavailable, run_ranks, two_tier
 
 
 @dataclass(frozen=True)
@@ -21,51 +17,22 @@ class Hosts:
     """How to start a process on each of two hosts, and where they meet."""
 
     prefixes: tuple[tuple[str, ...], tuple[str, ...]]
-    interfaces: tuple[str, str]
+    environments: tuple[dict[str, str], dict[str, str]]
     master: str
-    are_namespaces: bool
-
-
-def execute(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=20)
-
-
-@contextlib.contextmanager
-def namespaces() -> Iterator[Hosts]:
-    """Two network namespaces joined by a veth pair; removed at the end."""
-    tag = f"{os.getpid() % 100000}"
-    names = (f"hpa{tag}", f"hpb{tag}")
-    links = (f"va{tag}", f"vb{tag}")
-    try:
-        for name in names:
-            execute("ip", "netns", "add", name)
-            execute("ip", "-n", name, "link", "set", "lo", "up")
-        execute(
-            *("ip", "-n", names[0], "link", "add", links[0], "type", "veth"),
-            *("peer", "name", links[1], "netns", names[1]),
-        )
-        for index, (name, link) in enumerate(zip(names, links)):
-            execute("ip", "-n", name, "addr", "add", f"10.211.7.{index + 1}/24", "dev", link)
-            execute("ip", "-n", name, "link", "set", link, "up")
-        yield Hosts(
-            (("ip", "netns", "exec", names[0]), ("ip", "netns", "exec", names[1])),
-            links,
-            "10.211.7.1",
-            are_namespaces=True,
-        )
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    with contextlib.ExitStack() as stack:
-        found = None
-        if os.geteuid() == 0 and shutil.which("ip"):
-            with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
-                found = stack.enter_context(namespaces())
-        yield found or Hosts(((), ()), ("lo", "lo"), "127.0.0.1", are_namespaces=False)
+    try:
+        with two_tier(hosts=2, ranks_per_host=2, slow="1gbit") as net:
+            yield Hosts(
+                (net.prefix(0), net.prefix(1)),
+                (net.environment(0), net.environment(1)),
+                net.address(0),
+            )
+    except TwoTierUnavailable:
+        loopback = {"GLOO_SOCKET_IFNAME": "lo"}
+        yield Hosts(((), ()), (loopback, loopback), "127.0.0.1")
 
 
 def free_port() -> int:
@@ -93,7 +60,7 @@ def test_two_agents_train_as_two_hosts_with_the_losses_of_one(
                 *(f"--master-addr={hosts.master}", f"--master-port={port}"),
             ),
             prefix=hosts.prefixes[index],
-            environment={"GLOO_SOCKET_IFNAME": hosts.interfaces[index]},
+            environment=hosts.environments[index],
         )
         for index in range(2)
     ]

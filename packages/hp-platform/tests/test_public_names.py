@@ -17,7 +17,8 @@ reduce_scatter reported_failures reported_stop testing
 def test_public_names_are_these():
     assert hp_platform.__all__ == NAMES.split()
     assert all(hasattr(hp_platform, name) for name in NAMES.split())
-    assert hp_platform.testing.__all__ == ["Simulator", "run_ranks"]
+    names = "Simulator TwoTierNetwork TwoTierUnavailable run_ranks two_tier"
+    assert hp_platform.testing.__all__ == names.split()
 
 
 def test_import_needs_neither_an_accelerator_nor_hypothesis():

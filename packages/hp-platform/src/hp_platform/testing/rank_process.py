@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+from hp_platform.testing.namespaces import enter_network
+
 DUMP_SIGNAL = signal.SIGUSR1
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows it in a rank's pipe."""
@@ -31,11 +33,30 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Attributes:
+        host: what torchrun calls the node's rank.
+        local_rank: number of the rank on its host; local_world_size: ranks on that host.
+        interface: network interface for gloo; "" for the loopback.
+        network: descriptor of the host's network namespace; None for that of the parent.
+    """
+
+    host: int
+    local_rank: int
+    local_world_size: int
+    interface: str = ""
+    network: int | None = None
+
+
+@dataclass(frozen=True)
 class RankSetting:
     """Everything a rank needs to know; written by the parent before the fork.
 
     Attributes:
         rank, world_size, backend: as in `torch.distributed`.
+        place: the rank's host.
         timeout: seconds after which the backend gives up a collective.
         store_file: the file through which the ranks find one another: no port can be
             taken by somebody else, and no server is needed.
@@ -46,6 +67,7 @@ class RankSetting:
     rank: int
     world_size: int
     backend: str
+    place: Place
     timeout: float
     store_file: Path
     stack_file: Path
@@ -99,14 +121,18 @@ def _prepare_process(setting: RankSetting, stacks: Any) -> None:
     torch.set_num_threads(1)
     os.environ.update(
         RANK=str(setting.rank),
-        LOCAL_RANK=str(setting.rank),
-        GROUP_RANK="0",
+        LOCAL_RANK=str(setting.place.local_rank),
+        GROUP_RANK=str(setting.place.host),
         WORLD_SIZE=str(setting.world_size),
-        LOCAL_WORLD_SIZE=str(setting.world_size),
+        LOCAL_WORLD_SIZE=str(setting.place.local_world_size),
         OMP_NUM_THREADS="1",
     )
+    if setting.place.network is not None:
+        enter_network(setting.place.network)
     # gloo otherwise looks up the host's name, which may lead to an unreachable address.
-    if "GLOO_SOCKET_IFNAME" not in os.environ:
+    if setting.place.interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = setting.place.interface
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
         interfaces = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if interfaces:
             os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]

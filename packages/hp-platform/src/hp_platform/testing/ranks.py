@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hp_platform.errors import HPError, RankFailure
-from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, RankSetting, run_rank
+from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, Place, RankSetting, run_rank
 
 _GRACE = 0.5
 """Seconds that ranks get to report what the first failure did to them."""
@@ -87,6 +87,19 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"run_ranks needs at least one rank, got world_size={world_size}")
+    places = [Place(0, rank, world_size) for rank in range(world_size)]
+    return run_placed_ranks(body, places, timeout=timeout, backend=backend)
+
+
+def run_placed_ranks(
+    body: Callable[..., Any],
+    places: Sequence[Place],
+    *,
+    timeout: float = 60,
+    backend: str = "gloo",
+) -> list[Any]:
+    """`run_ranks` with one rank at each of `places`, which may be different hosts."""
+    world_size = len(places)
     if backend != "gloo" and torch.cuda.is_initialized():
         raise HPError(
             f"run_ranks(backend={backend!r}) forks, and this process has already initialised "
@@ -96,11 +109,12 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="run_ranks-") as folder, _close_at_end() as close:
         ranks: list[_Rank] = []
         try:
-            for rank in range(world_size):
+            for rank, place in enumerate(places):
                 setting = RankSetting(
                     rank=rank,
                     world_size=world_size,
                     backend=backend,
+                    place=place,
                     timeout=timeout,
                     store_file=Path(folder) / "store",
                     stack_file=Path(folder) / f"rank{rank}.stacks",
