@@ -104,7 +104,7 @@ def test_unknown_placements_and_reductions_are_refused() -> None:
         lambda: StridedShard(0, 0),
         lambda: SectionedShard(0, ()),
         lambda: SectionedShard(0, (3, -1)),
-        lambda: RaggedShard((1,), (1, 1)),
+        lambda: RaggedShard((1, 2), (1, 1)),
         lambda: RaggedShard((0,), (0, 0)),
         lambda: RaggedShard((0,), (2, -1)),
     ],

@@ -16,12 +16,19 @@ from hypothesis import strategies as st
 import hp_dtensor.dispatch
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
-from hp_dtensor.placements import Partial, Replicate, SectionedShard, Shard, StridedShard
+from hp_dtensor.placements import (
+    Partial,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+)
 from hp_dtensor.rules.engine import OperatorError, derive, parse
 from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.shape import view_pattern
 from hp_dtensor.rules.table import rule_for
-from hp_dtensor.testing import check_rule
+from hp_dtensor.testing import check_rule, layouts, meshes
 from hp_platform.testing import run_ranks
 
 TP = AbstractMesh(("tp",), (2,))
@@ -149,11 +156,19 @@ def test_a_dim_that_must_be_whole_is_refused_when_cut() -> None:
         derive("softmax", parse("a [b] -> a b", linear=False), [on(Shard(1), (4, 6))])
 
 
-def test_a_view_over_an_unevenly_cut_dim_names_dim_size_and_ranks() -> None:
-    """Case 3: (6, 4) cut over 4 ranks cannot be flattened."""
-    layout = Layout(AbstractMesh(("tp",), (4,)), [Shard(0)], (6, 4))
-    with pytest.raises(OperatorError, match=r"'tp'.*size 6, which 4 ranks cannot share equally"):
-        derive("view", parse("a b -> (a b)"), [layout])
+def test_a_merged_dim_whose_factor_is_cut_unevenly_is_cut_ragged_or_in_sections() -> None:
+    """Case 3: (6, 4) cut over 4 ranks flattens to shares of 8, 8, 8 and 0."""
+    mesh = AbstractMesh(("tp",), (4,))
+
+    def merged(shape: tuple[int, ...], dim: int) -> Any:
+        names = " ".join("abc"[: len(shape)])
+        pattern = parse(f"{names} -> ({names})")
+        return derive("view", pattern, [Layout(mesh, [Shard(dim)], shape)]).outputs[0].placements[0]
+
+    assert merged((6, 4), 0) == RaggedShard((0,), (2, 2, 2, 0))
+    assert merged((3, 5), 1) == SectionedShard(0, (5, 5, 5))
+    with pytest.raises(OperatorError, match=r"'tp'.*size 5, which 4 ranks cannot share equally"):
+        merged((3, 5, 2), 1)
 
 
 @given(
@@ -177,18 +192,16 @@ def test_a_view_pattern_reproduces_both_shapes(sizes: list[int], cuts: list[int]
     assert derive("view", parse(text), [layout], sizes=named).outputs[0].shape == tuple(target)
 
 
-@given(
-    shape=st.lists(st.sampled_from([1, 2, 4, 6]), min_size=1, max_size=4),
-    placements=st.lists(st.integers(-1, 3), min_size=2, max_size=2),
-    merge=st.integers(0, 3),
-)
-@settings(max_examples=300, deadline=None, derandomize=True)
+VIEW_SHAPES = st.lists(st.sampled_from([1, 2, 3, 4, 5, 6]), min_size=1, max_size=4)
+
+
+@given(data=st.data(), mesh=meshes(min_axes=1, max_axes=3), shape=VIEW_SHAPES, merge=st.integers())
+@settings(max_examples=400, deadline=None, derandomize=True)
 def test_a_view_never_moves_an_element_to_another_rank(
-    shape: list[int], placements: list[int], merge: int
+    data: Any, mesh: AbstractMesh, shape: list[int], merge: int
 ) -> None:
     """Row-major flat indices are what a view keeps, so owned indices must not change."""
-    chosen = [Shard(p) if 0 <= p < len(shape) else Replicate() for p in placements]
-    layout = Layout(DP_TP, chosen, shape)
+    layout = data.draw(layouts(mesh, tuple(shape), reductions=()))
     at = merge % len(shape)
     if shape[at] % 2 == 0:
         target = [*shape[:at], 2, shape[at] // 2, *shape[at + 1 :]]
@@ -199,11 +212,11 @@ def test_a_view_never_moves_an_element_to_another_rank(
         made = derive("view", parse(text), [layout], sizes=sizes).outputs[0]
     except OperatorError:
         return
-    for coordinate in DP_TP.coordinates():
+    for coordinate in mesh.coordinates():
         assert torch.equal(made.owned_indices(coordinate), layout.owned_indices(coordinate))
     text, sizes = view_pattern(target, shape)
     back = derive("view", parse(text), [made], sizes=sizes).outputs[0]
-    for coordinate in DP_TP.coordinates():
+    for coordinate in mesh.coordinates():
         assert torch.equal(back.owned_indices(coordinate), layout.owned_indices(coordinate))
 
 

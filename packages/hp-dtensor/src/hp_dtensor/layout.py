@@ -23,26 +23,21 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
+from hp_dtensor.cut_order import flattened, ordered_cuts
 from hp_dtensor.cuts import (
-    Chunk,
     Cut,
     Ragged,
     Runs,
-    Sectioned,
-    Strided,
     flatten_runs,
-    following_shards,
     full_run,
     length,
     runs_to_indices,
-    sections_to_bounds,
 )
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
     Placement,
     RaggedShard,
     SectionedShard,
-    StridedShard,
     default_grad_placement,
     describe,
     is_partial,
@@ -110,7 +105,7 @@ class Layout:
         _check_reductions(normalized)
         for axis, placement in enumerate(normalized):
             _check_placement(placement, mesh.axis_names[axis], mesh.sizes[axis], self.shape)
-        object.__setattr__(self, "cuts", _ordered_cuts(self))
+        object.__setattr__(self, "cuts", ordered_cuts(self.abstract_mesh, normalized, self.shape))
         self._check_ragged()
 
     # One ordered list of cuts per tensor dim; the flattening cut of a RaggedShard over several
@@ -136,14 +131,34 @@ class Layout:
         return gradients
 
     def _check_ragged(self) -> None:
-        if self.flat_dims == 0:
-            return
-        for coord in self._cutting_coordinates():
-            self._leading_runs(coord, check=True)
+        if self.flat_dims > 1:
+            for coord in self._cutting_coordinates(range(self.flat_dims)):
+                self._leading_runs(coord, check=True)
+        for dim, cuts in enumerate(self.cuts):
+            if dim >= self.flat_dims * (self.flat_dims > 1) and any(
+                type(cut) is Ragged for cut in cuts
+            ):
+                for coord in self._cutting_coordinates([dim]):
+                    self._check_units(dim, coord)
 
-    def _cutting_coordinates(self) -> Iterable[Coordinate]:
-        axes = {cut.axis for cut in self.cuts[0]}
-        axes |= {cut.axis for dim in range(self.flat_dims) for cut in self.cuts[dim]}
+    def _check_units(self, dim: int, coord: Coordinate) -> None:
+        runs = full_run(self.shape[dim])
+        for cut in self.cuts[dim]:
+            if type(cut) is Ragged:
+                self._check_whole_units(cut, runs, coord)
+            runs = cut.keep(runs, coord[cut.axis])
+
+    def _check_whole_units(self, cut: Ragged, runs: Runs, coord: Coordinate) -> None:
+        if not cut.divides(length(runs)):
+            raise ValueError(
+                f"mesh axis {self.abstract_mesh.axis_names[cut.axis]!r}: "
+                f"{describe(self.placements[cut.axis])} needs whole units, but "
+                f"{length(runs)} elements over {sum(cut.units)} units remain in shape "
+                f"{self.shape} at coordinate {coord}"
+            )
+
+    def _cutting_coordinates(self, dims: Iterable[int]) -> Iterable[Coordinate]:
+        axes = {cut.axis for dim in dims for cut in self.cuts[dim]}
         sizes = self.abstract_mesh.sizes
         return product(*(range(size) if i in axes else (0,) for i, size in enumerate(sizes)))
 
@@ -173,7 +188,7 @@ class Layout:
     @cached_property
     def flat_dims(self) -> int:
         """How many leading dims a RaggedShard flattens; 0 without one."""
-        return max((len(p.dims) for p in self.placements if type(p) is RaggedShard), default=0)
+        return flattened(self.placements)
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -358,13 +373,8 @@ class Layout:
             per_dim.append(runs)
         flat = flatten_runs(per_dim, self.shape)
         for cut in ragged:
-            if check and not cut.divides(length(flat)):
-                raise ValueError(
-                    f"mesh axis {self.abstract_mesh.axis_names[cut.axis]!r}: "
-                    f"{describe(self.placements[cut.axis])} needs whole units, but "
-                    f"{length(flat)} elements over {sum(cut.units)} units remain in shape "
-                    f"{self.shape} at coordinate {coord}"
-                )
+            if check:
+                self._check_whole_units(cut, flat, coord)
             flat = cut.keep(flat, coord[cut.axis])
         return flat
 
@@ -433,44 +443,6 @@ def _check_placement(placement: Placement, axis: str, size: int, shape: tuple[in
             f"mesh axis {axis!r}: {describe(placement)} gives shares to "
             f"{len(placement.local_units)} coordinates, but the axis has {size}"
         )
-
-
-def _ordered_cuts(layout: Layout) -> tuple[tuple[Cut, ...], ...]:
-    """Every dim's cuts, outermost first. Axes of one rank cut nothing."""
-    sizes = layout.abstract_mesh.sizes
-    ordered: list[list[Cut]] = [[] for _ in layout.shape]
-    for axis in reversed(range(len(sizes))):
-        placement, size = layout.placements[axis], sizes[axis]
-        if size == 1 or not is_sharding(placement) or type(placement) is RaggedShard:
-            continue
-        position, dim = 0, sharded_dims(placement)[0]
-        cut: Cut
-        if type(placement) is SectionedShard:
-            cut = Sectioned(axis, size, sections_to_bounds(placement.sections))
-        else:
-            cut = Chunk(axis, size)
-        if type(placement) is StridedShard:
-            after = following_shards(ordered[dim], placement.split_factor)
-            position = after or 0
-            if after is None:
-                cut = Strided(axis, size, placement.split_factor)
-        ordered[dim].insert(position, cut)
-    _append_ragged(layout, ordered)
-    return tuple(tuple(cuts) for cuts in ordered)
-
-
-def _append_ragged(layout: Layout, ordered: list[list[Cut]]) -> None:
-    for axis, placement in enumerate(layout.placements):
-        if type(placement) is not RaggedShard:
-            continue
-        if len(placement.dims) != layout.flat_dims:
-            raise ValueError(
-                f"{describe(layout.placements)}: two RaggedShard placements must flatten the "
-                "same dims"
-            )
-        for dim in placement.dims:
-            size = layout.abstract_mesh.sizes[axis]
-            ordered[dim].append(Ragged(axis, size, len(placement.dims), placement.local_units))
 
 
 def layout_of(tensor: Tensor) -> Layout | None:

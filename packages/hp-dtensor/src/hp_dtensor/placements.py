@@ -130,15 +130,16 @@ class SectionedShard(_Value):
 
 
 class RaggedShard(_Value):
-    """Gives each rank its own share of the leading dims, the whole tensor to one rank included.
+    """Gives each rank its own share of a dim, or of the leading dims together; the whole tensor
+    to one rank included.
 
-    `dims` (0, 1, ... in order) are flattened, in the local tensor too: its shape is
-    `(share, *remaining dims)`. `local_units[r]` units go to coordinate `r`; one unit is the
-    flattened size over `sum(local_units)` and must be whole. This cut always comes after those
-    of the other axes.
+    `dims` is one dim, or 0, 1, ... in order. Several are flattened, in the local tensor too: its
+    shape is `(share, *remaining dims)`. `local_units[r]` units go to coordinate `r`; one unit is
+    the size over `sum(local_units)` and must be whole. This cut always comes after those of the
+    other axes. A slice of a sharded dim is laid out like this: every rank keeps what it has of it.
 
     Raises:
-        ValueError: dims are not leading, a share is negative, or all shares are zero.
+        ValueError: several dims that are not leading, a share is negative, or all shares are zero.
     """
 
     __slots__ = ()
@@ -147,8 +148,10 @@ class RaggedShard(_Value):
         super().__init__()
         leading = tuple(int(dim) for dim in dims)
         units = tuple(int(unit) for unit in local_units)
-        if not leading or leading != tuple(range(len(leading))):
-            raise ValueError(f"RaggedShard: dims must be leading (0, 1, ...), found {leading}")
+        if len(leading) != 1 and (not leading or leading != tuple(range(len(leading)))):
+            raise ValueError(
+                f"RaggedShard: dims must be one dim or leading ones (0, 1, ...), found {leading}"
+            )
         if not units or min(units) < 0 or sum(units) == 0:
             raise ValueError(
                 f"RaggedShard: local_units must be counts >= 0 that are not all zero, found {units}"
@@ -235,8 +238,10 @@ def normalize_placement(placement: Any, ndim: int) -> Placement:
             _normalize_dim(placement.dim, ndim, placement), int(placement.split_factor)
         )
     if kind is RaggedShard:
-        _normalize_dim(placement.dims[-1], ndim, placement)
-        return placement
+        dim = _normalize_dim(placement.dims[-1], ndim, placement)
+        return (
+            placement if dim == placement.dims[-1] else RaggedShard((dim,), placement.local_units)
+        )
     raise TypeError(
         f"{placement!r} is not a supported placement; use Shard, StridedShard, SectionedShard, "
         "RaggedShard, Replicate or Partial"

@@ -1,25 +1,17 @@
 """Axis patterns: from one line in einops notation to placements (decisions D3, D4).
 
-A pattern lists the dims of every operand and of every output by name:
-
-- `,` separates operands that are multiplied, `+` separates terms that are added:
-  `"... i, o i + o -> ... o"` is a linear layer with a bias.
-- `...` stands for leading dims that broadcast; `1` for a dim of size one; `(b s)` for a dim that
-  is the product of its factors; `[d]` for a dim the operator needs whole on every rank.
-- A letter without an output is summed over.
-
-`derive` works one mesh axis at a time. A letter cut alike in every operand of its term and kept
-in the output stays cut; a contracted letter cut alike gives `Partial`; a factor of a merged dim
-gives `Shard` or `StridedShard`. An operand that lacks the cut letter sees only a summand of its
-gradient on each rank, so its gradient must be declared `Partial`. Everything else is an error.
+`hp_dtensor.rules.pattern` has the notation. `derive` works one mesh axis at a time. A letter cut
+alike in every operand of its term and kept in the output stays cut; a contracted letter cut alike
+gives `Partial`; a factor of a merged dim gives `Shard` or `StridedShard`, or where ranks hold
+unequal parts `RaggedShard` or `SectionedShard`. An operand that lacks the cut letter sees only a
+summand of its gradient on each rank, so its gradient must be declared `Partial`. Everything else
+is an error.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 from attrs import frozen
@@ -27,100 +19,37 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import (
+    RaggedShard,
     SectionedShard,
     StridedShard,
     describe,
     is_sharding,
     sharded_dims,
 )
-from hp_platform.errors import HPError
+from hp_dtensor.rules.pattern import Dim, Pattern, parse
+from hp_dtensor.rules.refusal import OperatorError, operator_error, show
+
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "Derivation",
+    "OperatorError",
+    "Pattern",
+    "chunk_sizes",
+    "derive",
+    "operator_error",
+    "parse",
+    "show",
+]
 
 REPLICATE = Replicate()
 PARTIAL = Partial()
 
-Dim = tuple[str, ...]  # the letters of one tensor dim, slowest first; () is a dim of size one
 
-
-class OperatorError(HPError):
-    """An operator cannot be applied to operands laid out like these.
-
-    Not a TypeError: Python's `a + b` would turn that into "unsupported operand types".
-    """
-
-
-@frozen
-class Pattern:
-    """A parsed axis pattern.
-
-    Attributes:
-        text: what the rule's author wrote.
-        terms: for each term of the sum, its factors; for each factor, its dims.
-        outputs: dims of every output.
-        whole: letters that no rank may hold in part.
-        linear: the operator is a sum of products of its operands, so `Partial` may pass.
-    """
-
-    text: str
-    terms: tuple[tuple[tuple[Dim, ...], ...], ...]
-    outputs: tuple[tuple[Dim, ...], ...]
-    whole: frozenset[str]
-    linear: bool = True
-
-    @property
-    def operands(self) -> tuple[tuple[Dim, ...], ...]:
-        return tuple(dims for term in self.terms for dims in term)
-
-    @property
-    def term_of(self) -> tuple[int, ...]:
-        return tuple(i for i, term in enumerate(self.terms) for _ in term)
-
-
-_TOKEN = re.compile(r"\.\.\.|\(|\)|\[|\]|[A-Za-z_]\w*|1")
-
-
-def _parse_dims(text: str, whole: set[str]) -> tuple[Dim, ...]:
-    if _TOKEN.sub("", text).strip():
-        raise ValueError(f"pattern {text!r}: unexpected {_TOKEN.sub('', text).strip()!r}")
-    dims: list[Dim] = []
-    group: list[str] | None = None
-    bracket = False
-    for token in _TOKEN.findall(text):
-        if token in "([":
-            group, bracket = ([], bracket) if token == "(" else (group, True)
-        elif token == ")":
-            dims.append(tuple(group or ()))
-            group = None
-        elif token == "]":
-            bracket = False
-        elif token == "1":
-            dims.append(())
-        else:
-            if bracket:
-                whole.add(token)
-            if group is None:
-                dims.append((token,))
-            else:
-                group.append(token)
-    return tuple(dims)
-
-
-@lru_cache(maxsize=4096)
-def parse(text: str, *, linear: bool = True) -> Pattern:
-    """Parses a pattern once; see the module's docstring for the notation.
-
-    Raises:
-        ValueError: the pattern has no arrow, or holds a sign that is not part of the notation.
-    """
-    if text.count("->") != 1:
-        raise ValueError(f"pattern {text!r}: write operands and outputs with one '->' between")
-    left, right = text.split("->")
-    whole: set[str] = set()
-    terms = tuple(
-        tuple(_parse_dims(operand, whole) for operand in term.split(","))
-        for term in left.split("+")
-    )
-    outputs = tuple(_parse_dims(output, whole) for output in right.split(","))
-    return Pattern(text, terms, outputs, frozenset(whole), linear)
+def chunk_sizes(size: int, ways: int) -> tuple[int, ...]:
+    """Lengths of the chunks of `torch.chunk`, empty ones included."""
+    step = -(-size // ways)
+    return tuple(max(min(step, size - i * step), 0) for i in range(ways))
 
 
 @frozen
@@ -139,10 +68,20 @@ class _Cut:
     kind: type = Shard
     detail: Any = None
 
+    @classmethod
+    def of(cls, letter: str, placement: Placement) -> _Cut:
+        if isinstance(placement, StridedShard):
+            return cls(letter, StridedShard, placement.split_factor)
+        if isinstance(placement, SectionedShard):
+            return cls(letter, SectionedShard, placement.sections)
+        if isinstance(placement, RaggedShard):
+            return cls(letter, RaggedShard, placement.local_units)
+        return cls(letter)
+
     def at(self, dim: int) -> Placement:
         if self.kind is Shard:
             return Shard(dim)
-        return self.kind(dim, self.detail)
+        return self.kind((dim,) if self.kind is RaggedShard else dim, self.detail)
 
 
 def derive(
@@ -376,21 +315,19 @@ class _Solver:
             return None
         dims = sharded_dims(placement)
         letters = self.operands[operand][dims[0]]
-        if len(dims) > 1 or not isinstance(placement, Shard | StridedShard | SectionedShard):
+        if len(dims) > 1:
             raise self.conflict(axis, f"are placed {describe(placement)}, which no pattern follows")
         if len(letters) == 1:
-            if isinstance(placement, Shard):
-                return _Cut(letters[0])
-            if isinstance(placement, StridedShard):
-                return _Cut(letters[0], StridedShard, placement.split_factor)
-            return _Cut(letters[0], SectionedShard, placement.sections)
+            return _Cut.of(letters[0], placement)
         if not letters:
             # A dim of size one that broadcasts: whoever is not its holder has nothing to spread.
             raise self.conflict(axis, f"cut dim {dims[0]} of {self.names[operand]}, of size 1")
         return self.factor_cut(operand, axis, placement, letters)
 
     def factor_cut(self, operand: int, axis: int, placement: Placement, letters: Dim) -> _Cut:
-        """The factor of a merged dim that is cut; every rank must get whole, equal pieces."""
+        """The factor of a merged dim that is cut; every rank must get whole pieces of it."""
+        if isinstance(placement, RaggedShard):
+            return self.ragged_factor(axis, placement, letters)
         outer = placement.split_factor if isinstance(placement, StridedShard) else 1
         if isinstance(placement, SectionedShard):
             if len(set(placement.sections)) != 1:
@@ -403,11 +340,40 @@ class _Solver:
                 ways = self.axis_sizes[axis] * rest.get(letter, 1)
                 if self.sizes[letter] % ways == 0:
                     return _Cut(letter)
+                inner = math.prod(self.sizes[each] for each in letters[i + 1 :])
+                if self.has_whole_chunks(placement, letter, inner, ways, letters, operand):
+                    return _Cut(letter)
                 raise self.uneven(operand, axis, letter, ways)
             before *= self.sizes[letter] // rest.get(letter, 1)
             if before > outer:
                 break
         raise self.conflict(axis, f"cut dim {sharded_dims(placement)[0]} inside a block of it")
+
+    def has_whole_chunks(
+        self, placement: Placement, letter: str, inner: int, ways: int, letters: Dim, operand: int
+    ) -> bool:
+        """Whether unequal chunks of the merged dim are whole chunks of one factor."""
+        if self.axes_cutting(operand, letters) > 1:
+            return False
+        if isinstance(placement, SectionedShard):
+            return inner == 1
+        return isinstance(placement, Shard) and -(-self.sizes[letter] * inner // ways) % inner == 0
+
+    def axes_cutting(self, operand: int, letters: Dim) -> int:
+        dim = self.operands[operand].index(letters)
+        placements = self.layouts[operand].placements
+        return sum(dim in sharded_dims(placement) for placement in placements)
+
+    def ragged_factor(self, axis: int, placement: RaggedShard, letters: Dim) -> _Cut:
+        """Shares that are whole rows of the slowest factor."""
+        letter = next((each for each in letters if self.sizes[each] > 1), letters[-1])
+        size, units = self.sizes[letter], sum(placement.local_units)
+        if size % units and not all(size * u % units == 0 for u in placement.local_units):
+            raise self.conflict(axis, f"cut a dim inside a block of it ({describe(placement)})")
+        counts = tuple(size * u // units for u in placement.local_units)
+        if counts == chunk_sizes(size, self.axis_sizes[axis]):
+            return _Cut(letter)
+        return _Cut(letter, RaggedShard, counts)
 
     def ways_before(self, operand: int, axis: int, letters: Dim) -> dict[str, int]:
         """Into how many pieces earlier axes have cut each factor already."""
@@ -429,15 +395,40 @@ class _Solver:
             outer = math.prod(self.sizes[letter] for letter in letters[:at])
             if inner == outer == 1:
                 return cut.at(dim)
-            ways = self.letter_ways(cut.letter)
-            if cut.kind is not Shard:
-                raise self.conflict(axis, "cut a factor of a merged dim in strides")
-            if self.sizes[cut.letter] % ways:
-                raise self.uneven(None, axis, cut.letter, ways)
-            for letter in letters[:at]:
-                outer //= self.letter_ways(letter, before=axis)
-            return Shard(dim) if outer == 1 else StridedShard(dim, outer)
+            if self.is_cut_evenly(cut) and all(
+                self.is_cut_evenly(_Cut(each)) for each in letters[:at]
+            ):
+                for letter in letters[:at]:
+                    outer //= self.letter_ways(letter, before=axis)
+                return Shard(dim) if outer == 1 else StridedShard(dim, outer)
+            return self.uneven_cut(axis, dim, cut, outer, inner)
         return None
+
+    def uneven_cut(self, axis: int, dim: int, cut: _Cut, outer: int, inner: int) -> Placement:
+        """A factor in unequal shares, as a cut of the merged dim."""
+        if cut.kind in (StridedShard, SectionedShard):
+            raise self.conflict(axis, "cut a factor of a merged dim in strides")
+        alone = self.letter_ways(cut.letter) == self.axis_sizes[axis]
+        if alone and outer == 1:
+            size, ways = self.sizes[cut.letter], self.axis_sizes[axis]
+            return RaggedShard((dim,), cut.detail or chunk_sizes(size, ways))
+        if alone and inner == 1 and cut.kind is Shard:
+            return SectionedShard(dim, (self.sizes[cut.letter],) * outer)
+        raise self.uneven(None, axis, cut.letter, self.letter_ways(cut.letter))
+
+    def is_cut_evenly(self, cut: _Cut) -> bool:
+        """Whether all ranks hold equally much of a letter, in chunks; true if it is whole."""
+        kinds = {found.kind for found in self.cuts_of(cut.letter)}
+        ways = self.letter_ways(cut.letter)
+        return kinds <= {Shard} and self.sizes[cut.letter] % ways == 0
+
+    def cuts_of(self, letter: str) -> list[_Cut]:
+        every = (
+            self.cut(i, axis)
+            for axis in range(len(self.axis_names))
+            for i in range(len(self.layouts))
+        )
+        return [cut for cut in every if cut is not None and cut.letter == letter]
 
     def letter_ways(self, letter: str, before: int | None = None) -> int:
         """Into how many pieces all axes together (or those before one) cut a letter."""
@@ -481,28 +472,3 @@ def _expand(dims: tuple[Dim, ...], free: int) -> tuple[Dim, ...]:
         else:
             expanded.append(letters)
     return tuple(expanded)
-
-
-def operator_error(
-    operator: str,
-    what: str,
-    layouts: Sequence[Layout],
-    names: Sequence[str] | None = None,
-    remedy: str = "",
-) -> OperatorError:
-    """The one form of a refusal: operator, what is wrong, operands' layouts, remedy."""
-    names = names or [f"operand {i}" for i in range(len(layouts))]
-    operands = "; ".join(f"{name}: {show(layout)}" for name, layout in zip(names, layouts))
-    text = f"{operator}: {what}. Operands: {operands or 'none'}."
-    return OperatorError(f"{text} Remedy: {remedy}." if remedy else text)
-
-
-def show(layout: Layout) -> str:
-    """Shape and placements by axis name, e.g. `(4, 8) dp=S(0) tp=R/grad P(sum)`."""
-    parts = []
-    for name, value, grad in zip(
-        layout.abstract_mesh.axis_names, layout.placements, layout.grad_placements
-    ):
-        special = isinstance(value, Replicate) and isinstance(grad, Partial)
-        parts.append(f"{name}={describe(value)}{'/grad ' + describe(grad) if special else ''}")
-    return f"{tuple(layout.shape)} {' '.join(parts)}"

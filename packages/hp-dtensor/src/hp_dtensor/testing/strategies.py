@@ -113,7 +113,9 @@ def placements(
 @st.composite
 def _ragged(draw: st.DrawFn, shape: tuple[int, ...], axis_size: int) -> RaggedShard:
     dims = tuple(range(draw(st.integers(1, len(shape)))))
-    flat = math.prod(shape[: len(dims)])
+    if draw(st.booleans()):
+        dims = (draw(st.integers(0, len(shape) - 1)),)
+    flat = math.prod(shape[dim] for dim in dims)
     total = draw(st.sampled_from([n for n in range(1, max(flat, 1) + 1) if flat % n == 0]))
     ends = sorted(
         draw(st.lists(st.integers(0, total), min_size=axis_size - 1, max_size=axis_size - 1))
