@@ -11,7 +11,7 @@ CALL = re.compile(
 )
 
 
-def test_only_collectives_and_uneven_call_torch_distributed():
+def test_only_collectives_and_what_it_prepares_calls_with_call_torch_distributed():
     root = Path(hp_platform.__file__).parent
     callers = {path.name for path in root.rglob("*.py") if CALL.search(path.read_text())}
-    assert callers == {"collectives.py", "uneven.py"}
+    assert callers == {"collectives.py", "direct.py", "uneven.py"}
