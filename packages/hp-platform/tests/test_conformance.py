@@ -71,17 +71,18 @@ def dropped_wait():
 
 def swapped_ranks():
     """An all-gather that puts the last two ranks' shares in each other's place."""
-    original = collectives.all_gather_even
+    original = collectives.prepare_direct_all_gather
 
-    def all_gather_even(target, source, **kwargs):
-        work = original(target, source, **kwargs)
-        work.wait()
-        flat = target.view(-1)
+    def prepare(source, target, rank, group):
+        prepared = original(source, target, rank, group)
         n = source.numel()
-        flat[-2 * n :] = flat[-2 * n :].roll(n)
-        return work
 
-    collectives.all_gather_even = all_gather_even
+        def finish():
+            target[-2 * n :] = target[-2 * n :].roll(n)
+
+        return uneven.Prepared(prepared.start, finish)
+
+    collectives.prepare_direct_all_gather = prepare
 
 
 def wrong_divisor():
