@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_muon.errors import MuonError
-from hp_muon.newton_schulz import COEFFICIENTS, newton_schulz
+from hp_muon.coefficients import COEFFICIENTS
+from hp_muon.newton_schulz import newton_schulz
 
 NAMES = sorted(COEFFICIENTS)
 

@@ -19,7 +19,8 @@ from torch.optim.adamw import adamw
 from hp_dtensor import layout_of
 from hp_muon.channels import Channels
 from hp_muon.errors import MuonError
-from hp_muon.newton_schulz import DEFAULT_EPS, coefficient_set, newton_schulz
+from hp_muon.coefficients import coefficient_set
+from hp_muon.newton_schulz import DEFAULT_EPS, newton_schulz
 from hp_muon.rules import update_scale
 from hp_muon.split import global_shape
 from hp_muon.state import from_owner, local_tensor, to_local_state, with_layout_of

@@ -5,138 +5,35 @@ With X scaled to Frobenius norm at most 1 and rows <= cols, every step is
     A = X X^T,    X <- a X + (b A + c A^2) X
 
 which applies s -> a s + b s^3 + c s^5 to each singular value (Jordan et al. 2024; paper
-section 6.6). The coefficient sets below are data; a caller may give its own triples.
+section 6.6).
+
+Since every step multiplies X from the left by a polynomial of A, the product of these polynomials
+can be formed on the small side and applied once (Gram Newton-Schulz, Zhang et al. 2026). Rounding
+makes small eigenvalues of A negative and each step enlarges them, so after `RESTART` steps X and A
+are formed anew. This is less work for elongated matrices; which form runs follows from the shape.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from hp_muon.coefficients import Triple, coefficient_set
 from hp_muon.errors import MuonError
 
-Triple = tuple[float, float, float]
 DEFAULT_EPS = 1e-7
+RESTART = 3
+"""Steps in Gram space before X is formed anew."""
+
+_CPU_CHUNK_ELEMENTS = 2**18
+"""Matrices of one shape iterate together on a CPU as long as they stay in its cache."""
 
 
-@frozen
-class Coefficients:
-    """One coefficient set.
-
-    Attributes:
-        name: how users select it.
-        triples: (a, b, c) of each step, in order.
-        repeats: whether the last triple serves any further steps; otherwise the triples were
-            tuned as a sequence and more steps than triples is an error.
-        safety: factor on the norm. Sets that map singular values slightly above 1 to infinity
-            need it above 1, since rounding after normalisation may exceed 1.
-        source: where the numbers were published.
-    """
-
-    name: str
-    triples: tuple[Triple, ...]
-    repeats: bool
-    safety: float
-    source: str
-
-    def steps(self, steps: int) -> tuple[Triple, ...]:
-        """The triples of `steps` steps.
-
-        Raises:
-            MuonError: fewer than one step, or more than a set tuned step by step holds.
-        """
-        if steps < 1:
-            raise MuonError(f"Newton-Schulz needs at least 1 step, found steps={steps}")
-        if steps <= len(self.triples):
-            return self.triples[:steps]
-        if not self.repeats:
-            raise MuonError(
-                f"coefficients {self.name!r} are tuned for {len(self.triples)} steps, found "
-                f"steps={steps}; use at most {len(self.triples)} steps, or 'quintic', which repeats"
-            )
-        tail = itertools.repeat(self.triples[-1], steps - len(self.triples))
-        return (*self.triples, *tail)
-
-
-def _deflate(triples: Sequence[Triple], safety: float) -> tuple[Triple, ...]:
-    """Rescales polynomials so that singular values up to `safety` stay in their interval."""
-    return tuple((a / safety, b / safety**3, c / safety**5) for a, b, c in triples)
-
-
-_POLAR_EXPRESS: tuple[Triple, ...] = (
-    (8.28721201814563, -23.595886519098837, 17.300387312530933),
-    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-)
-
-COEFFICIENTS: dict[str, Coefficients] = {
-    table.name: table
-    for table in (
-        Coefficients(
-            "quintic",
-            ((3.4445, -4.7750, 2.0315),),
-            repeats=True,
-            safety=1.0,
-            source="Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/",
-        ),
-        Coefficients(
-            "asym5",
-            (
-                (4.0848, -6.8946, 2.9270),
-                (3.9505, -6.3029, 2.6377),
-                (3.7418, -5.5913, 2.3037),
-                (2.8769, -3.1427, 1.2046),
-                (2.8366, -3.0525, 1.2012),
-            ),
-            repeats=False,
-            safety=1.0,
-            source="asymmetric five-step set; HyperParallel-FSDP paper, section 6.6",
-        ),
-        Coefficients(
-            "polar_express",
-            (*_deflate(_POLAR_EXPRESS, 1.01), (1.875, -1.25, 0.375)),
-            repeats=True,
-            safety=1.01,
-            source="Amsel et al. 2025, The Polar Express, https://arxiv.org/abs/2505.16932",
-        ),
-    )
-}
-
-
-def coefficient_set(coefficients: str | Sequence[Sequence[float]]) -> Coefficients:
-    """The named set, or one made of the caller's own triples, one a step.
-
-    Raises:
-        MuonError: no such name, or an entry is not a triple.
-    """
-    if isinstance(coefficients, str):
-        if coefficients not in COEFFICIENTS:
-            raise MuonError(
-                f"unknown coefficients {coefficients!r}; use one of {sorted(COEFFICIENTS)}, or "
-                "a sequence of (a, b, c) triples, one a step"
-            )
-        return COEFFICIENTS[coefficients]
-    triples = tuple(tuple(float(number) for number in triple) for triple in coefficients)
-    if not triples or any(len(triple) != 3 for triple in triples):
-        raise MuonError(f"coefficients must be (a, b, c) triples, one a step, found {triples}")
-    return Coefficients(
-        "custom",
-        tuple((a, b, c) for a, b, c in triples),
-        repeats=False,
-        safety=1.0,
-        source="caller",
-    )
-
-
+@torch.no_grad()
 def newton_schulz(
     matrices: Tensor,
     *,
@@ -144,8 +41,10 @@ def newton_schulz(
     coefficients: str | Sequence[Sequence[float]] = "asym5",
     eps: float = DEFAULT_EPS,
     dtype: torch.dtype | None = None,
+    gram: bool | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Approximates U V^T of every matrix M = U S V^T.
+    """Approximates U V^T of every matrix M = U S V^T; not differentiable.
 
     Args:
         matrices: [..., rows, cols], floating point. Leading dims are a batch.
@@ -155,12 +54,16 @@ def newton_schulz(
         dtype: of iteration and result; the input's dtype when omitted. The norm is taken in
             float32 (float64 for float64) in either case. On a CPU without bfloat16 dot products
             the products of a bfloat16 iteration run in float32, and only the result is rounded.
+        gram: whether to iterate in Gram space; where that is less work and the coefficients are
+            as accurate there, when omitted.
+        out: a tensor of the result's shape and dtype to write to.
 
     Returns:
         [..., rows, cols] in `dtype`.
 
     Raises:
-        MuonError: not floating point, fewer than two dims, eps <= 0, or too many steps for the set.
+        MuonError: not floating point, fewer than two dims, eps <= 0, too many steps for the set,
+            or gram=True with coefficients that lose accuracy there.
     """
     if matrices.ndim < 2 or not matrices.is_floating_point():
         raise MuonError(
@@ -171,36 +74,151 @@ def newton_schulz(
         raise MuonError(f"newton_schulz needs eps > 0, or zero would become NaN; found eps={eps}")
     table = coefficient_set(coefficients)
     triples = table.steps(steps)
-    result_dtype = dtype or matrices.dtype
+    check_gram(gram, coefficients)
     rows, cols = matrices.shape[-2:]
+    result = _result(matrices, dtype or matrices.dtype, out)
     if matrices.numel() == 0:
-        return torch.zeros_like(matrices, dtype=result_dtype)
+        return result
+    in_gram = uses_gram(rows, cols, steps, coefficients) if gram is None else gram
     batch = matrices.reshape(-1, rows, cols)
+    target = result.view(-1, rows, cols)
     if rows > cols:
-        batch = batch.mT
-    batch = _normalise(batch, table.safety, eps, _product_dtype(result_dtype, matrices.device))
-    batch = _iterate(batch, triples)
-    if rows > cols:
-        batch = batch.mT
-    return batch.reshape(matrices.shape).to(result_dtype)
+        batch, target = batch.mT, target.mT
+    chunk = _chunk(batch)
+    work = _Workspace.of(batch, chunk, _product_dtype(result.dtype, batch.device))
+    for start in range(0, batch.shape[0], chunk):
+        part = batch[start : start + chunk]
+        x = _normalise(part, table.safety, eps, work.x[: part.shape[0]])
+        iterate = _iterate_gram if in_gram else _iterate
+        target[start : start + chunk] = iterate(x, triples, work)
+    return result
 
 
-def _normalise(batch: Tensor, safety: float, eps: float, dtype: torch.dtype) -> Tensor:
+def uses_gram(
+    rows: int, cols: int, steps: int, coefficients: str | Sequence[Sequence[float]]
+) -> bool:
+    """Whether `newton_schulz` iterates matrices of this shape in Gram space by itself."""
+    if not coefficient_set(coefficients).gram:
+        return False
+    # Smaller products run less efficiently, so a small saving in operations is none in time.
+    direct, gram = (newton_schulz_operations(rows, cols, steps, gram=g) for g in (False, True))
+    return gram < 0.95 * direct
+
+
+def newton_schulz_operations(rows: int, cols: int, steps: int, *, gram: bool) -> float:
+    """Floating-point operations of one matrix, additions and multiplications.
+
+    Direct, a step is X X^T, its square, and a product with X. In Gram space a step is a square
+    and, but for the first of a run of `RESTART` steps, a product of polynomials and two products
+    that carry the Gram matrix on; each run forms a Gram matrix and applies its polynomial to X.
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    wide, cube = 2.0 * short * short * long, 2.0 * short**3
+    if not gram:
+        return steps * (2 * wide + cube)
+    runs = -(-steps // RESTART)
+    return runs * 2 * wide + (steps + 3 * (steps - runs)) * cube
+
+
+def check_gram(gram: bool | None, coefficients: str | Sequence[Sequence[float]]) -> None:
+    """Refuses Gram space for coefficients that it was not found accurate with.
+
+    Raises:
+        MuonError: gram is True and the set does not allow it.
+    """
+    table = coefficient_set(coefficients)
+    if gram and not table.gram:
+        raise MuonError(
+            f"coefficients {table.name!r} lose all accuracy in Gram space in half precision; use "
+            "gram=None or False, or 'asym5' or 'quintic'"
+        )
+
+
+@frozen(eq=False)
+class _Workspace:
+    """Buffers of one call, [chunk, short, long] and [chunk, short, short], shared by its chunks."""
+
+    x: Tensor
+    other: Tensor
+    gram: Tensor
+    polynomial: Tensor
+    product: Tensor
+    spare: Tensor
+
+    @classmethod
+    def of(cls, batch: Tensor, chunk: int, dtype: torch.dtype) -> _Workspace:
+        _, short, long = batch.shape
+        wide = torch.empty(2, chunk, short, long, dtype=dtype, device=batch.device)
+        small = torch.empty(4, chunk, short, short, dtype=dtype, device=batch.device)
+        return cls(*wide.unbind(), *small.unbind())
+
+
+def _result(matrices: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(matrices.shape, dtype=dtype, device=matrices.device)
+    if out.shape != matrices.shape or out.dtype != dtype or not out.is_contiguous():
+        raise MuonError(
+            f"newton_schulz: out must be a contiguous {tuple(matrices.shape)} of {dtype}, found "
+            f"{tuple(out.shape)} of {out.dtype}"
+        )
+    return out
+
+
+def _chunk(batch: Tensor) -> int:
+    """Matrices that iterate together: all of them on an accelerator, a cacheful on a CPU.
+
+    So large matrices run one by one on a CPU and small ones, whose products are short against
+    the cost of a call, as a batch.
+    """
+    count, short, long = batch.shape
+    if batch.device.type != "cpu":
+        return count
+    return min(count, max(_CPU_CHUNK_ELEMENTS // (short * long), 1))
+
+
+def _normalise(batch: Tensor, safety: float, eps: float, out: Tensor) -> Tensor:
     exact = batch.to(torch.promote_types(batch.dtype, torch.float32))
     # Scaling by the largest entry first keeps the squares of huge or tiny entries finite.
     largest = exact.abs().amax(dim=(-2, -1), keepdim=True)
     unit = torch.where(largest > 0, largest, 1)
     norm = torch.linalg.matrix_norm(exact / unit, keepdim=True) * unit
-    return (exact / (norm * safety + eps)).to(dtype)
+    return out.copy_(exact / (norm * safety + eps))
 
 
-def _iterate(batch: Tensor, triples: Sequence[Triple]) -> Tensor:
-    """[n, rows, cols] with rows <= cols; three products a step, workspace shared by the batch."""
+def _iterate(x: Tensor, triples: Sequence[Triple], work: _Workspace) -> Tensor:
+    """[n, rows, cols] with rows <= cols; three products a step. Overwrites `x`."""
+    n = x.shape[0]
+    gram, polynomial, other = work.gram[:n], work.polynomial[:n], work.other[:n]
     for a, b, c in triples:
-        gram = batch @ batch.mT
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        batch = torch.baddbmm(batch, polynomial, batch, beta=a)
-    return batch
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, polynomial, x, beta=a, out=other)
+        x, other = other, x
+    return x
+
+
+def _iterate_gram(x: Tensor, triples: Sequence[Triple], work: _Workspace) -> Tensor:
+    """The same, with A and the product of polynomials carried on the small side. Overwrites `x`."""
+    n = x.shape[0]
+    gram, polynomial, other = work.gram[:n], work.polynomial[:n], work.other[:n]
+    for start in range(0, len(triples), RESTART):
+        run = triples[start : start + RESTART]
+        product, spare = work.product[:n], work.spare[:n]
+        torch.bmm(x, x.mT, out=gram)
+        for position, (a, b, c) in enumerate(run):
+            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            if position == 0:
+                product.copy_(polynomial)
+            else:
+                torch.bmm(polynomial, product, out=spare)
+                product, spare = spare, product
+            if position < len(run) - 1:
+                torch.bmm(gram, polynomial, out=spare)
+                torch.bmm(spare, polynomial, out=gram)
+        torch.bmm(product, x, out=other)
+        x, other = other, x
+    return x
 
 
 def _product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
