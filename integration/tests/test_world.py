@@ -56,8 +56,8 @@ def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
 def test_declared_hosts_are_what_the_packages_see() -> None:
     from hp_integration.world import declare_hosts
 
-    def body(rank: int) -> tuple[str, ...]:
-        declare_hosts(2, rank)
+    def body() -> tuple[str, ...]:
+        declare_hosts(2, 4)
         return Topology.discover().hosts
 
     assert run_ranks(body, 4)[0] == ("host0", "host0", "host1", "host1")

@@ -85,7 +85,7 @@ def run(arguments: Sequence[str], world: World, activity: Activity | None = None
     activity = activity or Activity("hp-train")
     activity.phase = "reading the inputs"
     options = world.together(lambda: read_options(arguments, world.size))
-    declare_hosts(options.devices_per_host, world.rank)
+    declare_hosts(options.devices_per_host, world.size)
     require_shared_folder(options.out, world)
     inputs = world.together(lambda: read_inputs(options))
     require_same_inputs(inputs, world)

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hp_integration.errors import InputError
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, barrier, gather_objects
-from hp_platform.topology import HOST_VARIABLE
+from hp_platform.topology import Topology
 
 T = TypeVar("T")
 
@@ -87,10 +87,14 @@ def process_group() -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def declare_hosts(devices_per_host: int | None, rank: int) -> None:
-    """Makes every package see hosts of `devices_per_host` consecutive ranks, if it is given."""
+def declare_hosts(devices_per_host: int | None, world_size: int) -> None:
+    """Makes every package see hosts of `devices_per_host` consecutive ranks, if it is given.
+
+    It holds as long as the process group.
+    """
     if devices_per_host is not None:
-        os.environ[HOST_VARIABLE] = f"host{rank // devices_per_host}"
+        hosts = [f"host{rank // devices_per_host}" for rank in range(world_size)]
+        Topology.from_hosts(hosts).declare()
 
 
 def device_mesh(sizes: dict[str, int]) -> DeviceMesh:

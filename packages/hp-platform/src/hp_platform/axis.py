@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hp_platform.capabilities import GLOO, Capabilities, capabilities_of
 from hp_platform.errors import TopologyError
-from hp_platform.topology import Tier, Topology, exchange_hosts, tier_of_hosts
+from hp_platform.places import exchange_places
+from hp_platform.topology import Tier, Topology, tier_of_domains
 
 _BACKEND_DEVICES = {"nccl": "cuda", "hccl": "npu"}
 
@@ -28,6 +31,8 @@ class MeshAxis:
         device: where collectives on the axis run.
         process_group: the group, or None exactly when `size` is 1.
         backend: the group's backend as `torch.distributed` names it; "" when `size` is 1.
+        domains: the fast domain (super-node or host) of every coordinate. Made by hand without
+            them, an axis has one domain where its tier is fast and one a rank where it is slow.
     """
 
     name: str
@@ -38,6 +43,7 @@ class MeshAxis:
     device: torch.device
     process_group: dist.ProcessGroup | None = field(default=None, repr=False, compare=False)
     backend: str = ""
+    domains: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.size != len(self.ranks) or not 0 <= self.rank < self.size:
@@ -56,19 +62,35 @@ class MeshAxis:
         """This process's global rank."""
         return self.ranks[self.rank]
 
+    @cached_property
+    def capabilities(self) -> Capabilities | None:
+        """What the backend can do; None where it is unknown. Looked up once for every axis."""
+        if self.process_group is None:  # nothing is sent
+            return GLOO
+        return capabilities_of(self.backend, self.device.type)
+
     @classmethod
     def of_mesh(
-        cls, mesh: DeviceMesh, axis: str | int, topology: Topology | None = None
+        cls,
+        mesh: DeviceMesh,
+        axis: str | int,
+        topology: Topology | None = None,
+        *,
+        fast: bool = False,
     ) -> MeshAxis:
         """The axis `axis` (name or index) of `mesh`.
 
         Without `topology`, the ranks on the axis exchange their hosts through the store, so
         all of them must make this call.
 
+        Args:
+            fast: the axis must not cross a slow boundary, in any of its groups. All ranks of the
+                world must then make this call, and where one group crosses all of them raise.
+
         Raises:
-            TopologyError: no such axis, this rank is outside the mesh, or the group numbers
-                its ranks in another order than the mesh (a collective would then hand a
-                coordinate the share of another).
+            TopologyError: no such axis, an axis that must be fast is not, this rank is outside
+                the mesh, or the group numbers its ranks in another order than the mesh (a
+                collective would then hand a coordinate the share of another).
         """
         index = _axis_index(mesh, axis)
         names = mesh.mesh_dim_names
@@ -81,6 +103,9 @@ class MeshAxis:
             )
         position = tuple(slice(None) if i == index else c for i, c in enumerate(coordinate))
         ranks = tuple(int(rank) for rank in mesh.mesh[position].tolist())
+        if fast:
+            lines = mesh.mesh.movedim(index, -1).reshape(-1, mesh.mesh.shape[index]).tolist()
+            (topology or Topology.discover()).require_fast(lines, f"mesh axis {name!r}")
         device = _current_device(mesh.device_type)
         size = len(ranks)
         if size == 1:
@@ -92,9 +117,9 @@ class MeshAxis:
                 f"mesh axis {name!r} lists ranks {ranks} but its process group numbers them "
                 f"{numbered}; build the mesh with ascending ranks along every axis"
             )
-        tier = _tier(ranks, topology)
-        backend = dist.get_backend(group)
-        return cls(name, size, coordinate[index], ranks, tier, device, group, backend)
+        domains = _domains(ranks, topology)
+        tier, backend = tier_of_domains(domains), dist.get_backend(group)
+        return cls(name, size, coordinate[index], ranks, tier, device, group, backend, domains)
 
     @classmethod
     def of_group(
@@ -124,7 +149,9 @@ class MeshAxis:
         device = _current_device(_device_type(backend))
         if len(ranks) == 1:
             return cls(name, 1, 0, ranks, Tier.LOCAL, device)
-        return cls(name, len(ranks), rank, ranks, _tier(ranks, topology), device, chosen, backend)
+        domains = _domains(ranks, topology)
+        tier = tier_of_domains(domains)
+        return cls(name, len(ranks), rank, ranks, tier, device, chosen, backend, domains)
 
     def subset(
         self, subsets: Sequence[Sequence[int]], topology: Topology | None = None
@@ -153,9 +180,11 @@ class MeshAxis:
         if len(ranks) == 1:
             return MeshAxis(self.name, 1, 0, ranks, Tier.LOCAL, self.device)
         group = dist.new_group(list(ranks), use_local_synchronization=True)
-        tier = _tier(ranks, topology)
-        backend = dist.get_backend(group)
-        return MeshAxis(self.name, len(ranks), rank, ranks, tier, self.device, group, backend)
+        domains = _domains(ranks, topology)
+        tier, backend = tier_of_domains(domains), dist.get_backend(group)
+        return MeshAxis(
+            self.name, len(ranks), rank, ranks, tier, self.device, group, backend, domains
+        )
 
 
 def _axis_index(mesh: DeviceMesh, axis: str | int) -> int:
@@ -173,11 +202,11 @@ def _axis_index(mesh: DeviceMesh, axis: str | int) -> int:
     return axis % mesh.ndim
 
 
-def _tier(ranks: tuple[int, ...], topology: Topology | None) -> Tier:
+def _domains(ranks: tuple[int, ...], topology: Topology | None) -> tuple[str, ...]:
     if topology is not None:
-        return topology.tier(ranks)
-    hosts = exchange_hosts(ranks, dist.get_rank(), dist.get_world_size())
-    return tier_of_hosts(list(hosts.values()))
+        return tuple(topology.domain_of(rank) for rank in ranks)
+    places = exchange_places(ranks, dist.get_rank(), dist.get_world_size())
+    return tuple(place.super_node or place.host for place in places.values())
 
 
 def _device_type(backend: str) -> str:

@@ -1,7 +1,10 @@
 """Which rank runs on which host, and what follows from it: tiers and replica subgroups.
 
-Nothing is inferred from the numbering of ranks. The map is either given (`from_hosts`) or
-exchanged once through the process group's store (`discover`), so every rank checks the same
+Hosts that a fast network joins form a super-node. Ranks are in one fast domain when they share
+a super-node, or a host where no super-nodes are declared.
+
+Nothing is inferred from the numbering of ranks. The map is either given (`from_hosts`, `regular`)
+or exchanged once through the process group's store (`discover`), so every rank checks the same
 list and all of them fail together when it is unusable.
 """
 
@@ -9,26 +12,20 @@ from __future__ import annotations
 
 import enum
 import os
-import socket
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hp_platform.errors import PeerError, TopologyError
-from hp_platform.store import default_store
+from hp_platform.errors import TopologyError
+from hp_platform.places import HOST_VARIABLE, Place, declare_place, exchange_places
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
-HOST_VARIABLE = "HP_PLATFORM_HOST"
-"""Environment variable that names this process's host, overriding what the machine says."""
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_STORE_PREFIX = "hp_platform/topology"
+__all__ = ["HOST_VARIABLE", "Tier", "Topology", "tier_of_domains"]
 
 
 class Tier(enum.Enum):
@@ -37,9 +34,9 @@ class Tier(enum.Enum):
     LOCAL = "local"
     """One rank only: nothing is sent."""
     FAST = "fast"
-    """All ranks on one host."""
+    """All ranks in one super-node, or on one host where super-nodes are not declared."""
     SLOW = "slow"
-    """At least two hosts."""
+    """At least two super-nodes or hosts."""
 
 
 @dataclass(frozen=True)
@@ -48,27 +45,70 @@ class Topology:
 
     Attributes:
         hosts: `hosts[rank]` is the name of the host that runs global rank `rank`.
+        super_nodes: `super_nodes[rank]` is the name of its host's super-node; empty where none
+            are declared, and then every host is a fast domain by itself.
     """
 
     hosts: tuple[str, ...]
+    super_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.hosts:
             raise TopologyError("a topology needs at least one rank, got an empty list of hosts")
+        if not self.super_nodes:
+            return
+        if len(self.super_nodes) != len(self.hosts):
+            raise TopologyError(
+                f"a topology of {len(self.hosts)} ranks needs the super-node of each, got "
+                f"{len(self.super_nodes)}; leave super_nodes out where there are none"
+            )
+        found: dict[str, set[str]] = {}
+        for host, super_node in zip(self.hosts, self.super_nodes):
+            found.setdefault(host, set()).add(super_node)
+        torn = {host: sorted(names) for host, names in found.items() if len(names) > 1}
+        if torn:
+            raise TopologyError(
+                f"a host is in one super-node, but the ranks of {_describe(torn)} name several; "
+                "declare the same super-node on all ranks of a host"
+            )
 
     @classmethod
-    def from_hosts(cls, hosts: Sequence[str]) -> Topology:
-        """Takes the host of every global rank as given.
+    def from_hosts(cls, hosts: Sequence[str], super_nodes: Sequence[str] = ()) -> Topology:
+        """Takes the host, and optionally the super-node, of every global rank as given.
 
         Raises:
-            TopologyError: one string was passed instead of a list of host names.
+            TopologyError: one string was passed instead of a list of names.
         """
-        if isinstance(hosts, str):
+        for names in (hosts, super_nodes):
+            if isinstance(names, str):
+                raise TopologyError(
+                    f"from_hosts takes one host name per rank, found the single string {names!r}; "
+                    f"pass [{names!r}] for one rank"
+                )
+        return cls(tuple(hosts), tuple(super_nodes))
+
+    @classmethod
+    def regular(
+        cls, hosts: int, devices_per_host: int, hosts_per_super_node: int | None = None
+    ) -> Topology:
+        """Equal hosts of consecutive ranks, in equal super-nodes of consecutive hosts.
+
+        Raises:
+            TopologyError: a number is not positive, or the hosts do not divide evenly.
+        """
+        if hosts < 1 or devices_per_host < 1:
             raise TopologyError(
-                f"from_hosts takes one host name per rank, found the single string {hosts!r}; "
-                f"pass [{hosts!r}] for one rank"
+                f"hosts and devices per host must be positive, got {hosts} and {devices_per_host}"
             )
-        return cls(tuple(hosts))
+        of_rank = [rank // devices_per_host for rank in range(hosts * devices_per_host)]
+        names = tuple(f"host{host}" for host in of_rank)
+        if hosts_per_super_node is None:
+            return cls(names)
+        if hosts_per_super_node < 1 or hosts % hosts_per_super_node:
+            raise TopologyError(
+                f"{hosts} hosts do not divide into super-nodes of {hosts_per_super_node}"
+            )
+        return cls(names, tuple(f"super-node{host // hosts_per_super_node}" for host in of_rank))
 
     @classmethod
     def discover(cls, store: Store | None = None) -> Topology:
@@ -76,13 +116,40 @@ class Topology:
 
         `store` is the default process group's when omitted. Without a process group and
         without a store the answer is one rank on this host. Under PyTorch's `fake` backend,
-        where no other rank exists, all ranks are taken to share this host.
+        where no other rank exists, all ranks are taken to share this host. What `declare` has
+        put into the store takes precedence over what the machines say.
 
         Raises:
-            TopologyError: a rank published nothing that can be read.
+            TopologyError: a rank published nothing that can be read, or some ranks name a
+                super-node and others do not.
         """
         rank, world_size = _rank_and_world_size()
-        return cls(tuple(exchange_hosts(range(world_size), rank, world_size, store).values()))
+        places = exchange_places(range(world_size), rank, world_size, store)
+        super_nodes = tuple(place.super_node for place in places.values())
+        hosts = tuple(place.host for place in places.values())
+        return cls(hosts, super_nodes if any(super_nodes) else ())
+
+    def declare(self, store: Store | None = None) -> None:
+        """Makes every axis and every `discover` of this process group take this topology.
+
+        All ranks must call it with the same topology. Axes that exist already keep what they
+        have. What is declared is kept in the store, and ends with it.
+
+        Raises:
+            TopologyError: the numbers of ranks differ; another topology has been declared
+                before; or, on all ranks together, some ranks declare something else.
+        """
+        rank, world_size = _rank_and_world_size()
+        if world_size != self.world_size:
+            raise TopologyError(
+                f"the declared topology has {self.world_size} ranks, this run has {world_size}"
+            )
+        own = Place(self.hosts[rank], self.super_nodes[rank] if self.super_nodes else "")
+        others = declare_place(own, repr(self), rank, world_size, store)
+        if others:
+            raise TopologyError(
+                f"ranks {others} declare another topology than rank 0; declare the same on all"
+            )
 
     @property
     def world_size(self) -> int:
@@ -103,94 +170,121 @@ class Topology:
             )
         return self.hosts[rank]
 
+    @property
+    def domains(self) -> tuple[str, ...]:
+        """The fast domain of every rank: its super-node, or its host where none are declared."""
+        return self.super_nodes or self.hosts
+
+    def domain_and_host(self, rank: int) -> str:
+        """Where a rank runs, for messages."""
+        host = self.host_of(rank)
+        return f"{host} in {self.super_nodes[rank]}" if self.super_nodes else host
+
+    def domain_of(self, rank: int) -> str:
+        """The name of the fast domain of global rank `rank`."""
+        self.host_of(rank)
+        return self.domains[rank]
+
     def tier(self, ranks: Iterable[int]) -> Tier:
         """How the global ranks `ranks` reach one another."""
-        return tier_of_hosts([self.host_of(rank) for rank in ranks])
+        return tier_of_domains([self.domain_of(rank) for rank in ranks])
+
+    def require_regular(self) -> None:
+        """Checks that every host runs the same number of consecutive ranks.
+
+        Raises:
+            TopologyError: on every rank alike, with all ranks and hosts listed.
+        """
+        per_host = self._divided(range(self.world_size), self.hosts)
+        if len({len(ranks) for ranks in per_host.values()}) > 1:
+            raise TopologyError(
+                f"hosts run different numbers of ranks ({_describe(per_host)}); start the same "
+                "number on every host"
+            )
+        if [rank for ranks in per_host.values() for rank in ranks] != list(range(self.world_size)):
+            raise TopologyError(
+                f"ranks are interleaved over hosts ({_describe(per_host)}); number each host's "
+                "ranks consecutively"
+            )
+
+    def require_fast(self, groups: Iterable[Sequence[int]], what: str) -> None:
+        """Checks that no group leaves its fast domain.
+
+        Give all groups of an axis, not only this rank's: then every rank raises, and the same.
+
+        Args:
+            groups: global ranks of each group.
+            what: the groups' name for the message, such as "mesh axis 'tp'".
+
+        Raises:
+            TopologyError: names every group that crosses a slow boundary, with its hosts.
+        """
+        crossing = [
+            f"ranks {list(group)} ({_describe(self._divided(group, self._places()))})"
+            for group in groups
+            if self.tier(group) is Tier.SLOW
+        ]
+        if crossing:
+            boundary = "super-nodes" if self.super_nodes else "hosts"
+            raise TopologyError(
+                f"{what} must be fast but crosses {boundary}: {'; '.join(crossing)}. Arrange the "
+                f"mesh so that these ranks share one, or choose a smaller axis"
+            )
 
     def subgroups(
         self, ranks: Iterable[int], limit: int | None = None
     ) -> tuple[tuple[int, ...], ...]:
-        """Splits `ranks` into equal subgroups that never leave a host.
+        """Splits `ranks` into equal subgroups that never leave a fast domain.
 
-        A subgroup is a block of consecutive entries of the sorted `ranks`: all of a host's
+        A subgroup is a block of consecutive entries of the sorted `ranks`: all of a domain's
         ranks or, where `limit` is given, as many of them as the largest divisor of their
         number that is not above `limit`.
 
         Raises:
-            TopologyError: equal blocks would cross a host boundary, because the hosts hold
-                different numbers of `ranks` or because the ranks of hosts are interleaved.
+            TopologyError: equal blocks would cross a slow boundary, because the domains hold
+                different numbers of `ranks` or because their ranks are interleaved.
         """
         members = sorted(set(ranks))
         if limit is not None and limit < 1:
             raise TopologyError(f"a subgroup needs at least one rank, got limit={limit}")
-        per_host: dict[str, list[int]] = {}
         for rank in members:
-            per_host.setdefault(self.host_of(rank), []).append(rank)
+            self.host_of(rank)
+        boundary = "super-nodes" if self.super_nodes else "hosts"
+        per_host = self._divided(members, self.domains)
         counts = {len(found) for found in per_host.values()}
         if len(counts) > 1:
             raise TopologyError(
-                f"replica subgroups of ranks {members} would cross hosts: hosts hold different "
-                f"numbers of them ({_describe(per_host)}); give every host the same number"
+                f"replica subgroups of ranks {members} would cross {boundary}: {boundary} hold "
+                f"different numbers of them ({_describe(per_host)}); give each the same number"
             )
         if [rank for found in per_host.values() for rank in found] != members:
             raise TopologyError(
-                f"replica subgroups of ranks {members} would cross hosts: ranks are interleaved "
-                f"over hosts ({_describe(per_host)}); number each host's ranks consecutively"
+                f"replica subgroups of ranks {members} would cross {boundary}: ranks are "
+                f"interleaved over {boundary} ({_describe(per_host)}); number the ranks of each "
+                "consecutively"
             )
         if not members:
             return ()
         size = _largest_divisor(counts.pop(), limit)
         return tuple(tuple(members[start : start + size]) for start in range(0, len(members), size))
 
+    def _places(self) -> list[str]:
+        return [self.domain_and_host(rank) for rank in range(self.world_size)]
 
-def tier_of_hosts(hosts: Sequence[str]) -> Tier:
-    """The tier of a group whose members run on `hosts`, one entry a member."""
-    if len(hosts) <= 1:
+    @staticmethod
+    def _divided(ranks: Iterable[int], names: Sequence[str]) -> dict[str, list[int]]:
+        """The ranks of each name, in the order in which they come."""
+        found: dict[str, list[int]] = {}
+        for rank in ranks:
+            found.setdefault(names[rank], []).append(rank)
+        return found
+
+
+def tier_of_domains(domains: Sequence[str]) -> Tier:
+    """The tier of a group whose members are in `domains`, one entry a member."""
+    if len(domains) <= 1:
         return Tier.LOCAL
-    return Tier.FAST if len(set(hosts)) == 1 else Tier.SLOW
-
-
-def exchange_hosts(
-    ranks: Iterable[int], rank: int, world_size: int, store: Store | None = None
-) -> dict[int, str]:
-    """The host of each of `ranks`; each of them must make this call, others need not.
-
-    Nothing is exchanged where the launcher says that all ranks are on this host.
-
-    A rank publishes the same value whenever it is asked, so any number of calls, by any
-    subsets of ranks, may use the same store.
-    """
-    wanted = list(ranks)
-    if store is None and _is_one_host(world_size):
-        name = os.environ.get(HOST_VARIABLE) or socket.gethostname()
-        return dict.fromkeys(wanted, name)
-    chosen = default_store() if store is None else store
-    chosen.set(f"{_STORE_PREFIX}/{rank}", "\n".join(_identity()))
-    published = {}
-    for peer in wanted:
-        try:
-            fields = chosen.get(f"{_STORE_PREFIX}/{peer}").decode().split("\n")
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {rank}: lost its peers while waiting for rank {peer}'s host name; the "
-                f"store says: {error}"
-            ) from error
-        if len(fields) != 4:
-            raise TopologyError(
-                f"rank {peer} published {fields!r} as its host, expected host name, boot id, "
-                "node rank and local rank: all ranks must run the same hp-platform version"
-            )
-        published[peer] = (fields[0], fields[1], fields[2], fields[3])
-    return _host_names(published)
-
-
-def _is_one_host(world_size: int) -> bool:
-    """Whether the answer is known without asking: no other rank, or none on another host."""
-    if not dist.is_initialized() or dist.get_backend() == "fake":
-        return True
-    # A host that is named by the variable may be named differently for every rank.
-    launched_here = os.environ.get("LOCAL_WORLD_SIZE") == str(world_size)
-    return launched_here and HOST_VARIABLE not in os.environ
+    return Tier.FAST if len(set(domains)) == 1 else Tier.SLOW
 
 
 def _rank_and_world_size() -> tuple[int, int]:
@@ -199,45 +293,10 @@ def _rank_and_world_size() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def _identity() -> tuple[str, str, str, str]:
-    """Host name, boot id, node rank and local rank of this process, as the launcher set them."""
-    node, local = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_RANK", "")
-    named = os.environ.get(HOST_VARIABLE)
-    if named:
-        return named, "", "", ""
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    return socket.gethostname(), boot, node, local
-
-
-def _host_names(published: Mapping[int, tuple[str, str, str, str]]) -> dict[int, str]:
-    """Host names that are distinct exactly when the hosts are.
-
-    Machines may share a host name (then the boot ids differ), and two launcher agents may
-    run on one machine as stand-ins for two hosts: then a local rank occurs twice, and the
-    agents' node ranks tell them apart.
-    """
-    locals_seen = Counter(
-        (name, boot, local) for name, boot, _, local in published.values() if local
-    )
-    shared = {(name, boot) for (name, boot, _), count in locals_seen.items() if count > 1}
-    keys: dict[int, tuple[str, ...]] = {
-        rank: (name, boot, node) if (name, boot) in shared else (name, boot)
-        for rank, (name, boot, node, _) in published.items()
-    }
-    boots: dict[str, set[str]] = {}
-    for name, boot, *_ in keys.values():
-        boots.setdefault(name, set()).add(boot)
-    labels = {}
-    for rank, (name, boot, *node) in keys.items():
-        parts = [name, *([boot[:8]] if len(boots[name]) > 1 else []), *node]
-        labels[rank] = "/".join(parts)
-    return labels
-
-
 def _largest_divisor(number: int, limit: int | None) -> int:
     bound = number if limit is None else min(limit, number)
     return next(size for size in range(bound, 0, -1) if number % size == 0)
 
 
-def _describe(per_host: Mapping[str, Sequence[int]]) -> str:
+def _describe(per_host: Mapping[str, Sequence[object]]) -> str:
     return ", ".join(f"{host}: {list(ranks)}" for host, ranks in per_host.items())
