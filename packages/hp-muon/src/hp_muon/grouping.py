@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hp_dtensor import Layout
 from hp_muon.errors import MuonError
+from hp_muon.sections import Runs, Selection
 from hp_muon.views import ResolvedView
 
-Runs = tuple[tuple[int, int], ...]
 Selector = slice | Tensor
 Coordinate = tuple[int, ...]
 
@@ -66,6 +66,9 @@ class Geometry:
         view: the view of that tensor.
         pieces: what each coordinate of the cutting axes holds, row-major.
         own: this rank's position in `pieces`.
+        selection: which part of this rank's local tensor it is.
+        unions: what the cutting group holds of every dim of the flattened storage.
+        origin: the view of the whole parameter.
     """
 
     cutting: tuple[int, ...]
@@ -74,6 +77,9 @@ class Geometry:
     view: ResolvedView
     pieces: tuple[ShardPiece, ...]
     own: int
+    selection: Selection
+    unions: tuple[Runs, ...]
+    origin: ResolvedView
 
     @functools.cached_property
     def count(self) -> int:
@@ -95,7 +101,13 @@ class Geometry:
 def whole(view: ResolvedView) -> Geometry:
     """The geometry of a tensor that no mesh knows: this rank holds all of it."""
     full = tuple(slice(0, length) for length in view.shape)
-    return Geometry((), (), view.shape, view, (ShardPiece(view.shape, full),), 0)
+    runs = tuple(((0, length),) for length in view.shape)
+    selection = Selection()
+    if view.section is not None:
+        periods = view.shape[view.section.dim] // view.section.width
+        selection = view.section.select(((0, periods * view.section.period),))
+    piece = ShardPiece(view.shape, full)
+    return Geometry((), (), view.shape, view, (piece,), 0, selection, runs, view)
 
 
 def geometry_of(layout: Layout, view: ResolvedView, name: str, coord: Coordinate) -> Geometry:
@@ -115,11 +127,12 @@ def geometry_of(layout: Layout, view: ResolvedView, name: str, coord: Coordinate
     sizes = layout.abstract_mesh.sizes
     cutting = cutting_axes(layout.abstract, view)
     coords = list(_vary(coord, cutting, sizes))
-    held = [layout.view_runs(layout.flat_dims, c) for c in coords]
-    unions = [_union(runs) for runs in zip(*held)]
+    held = [_held(layout, view, c) for c in coords]
+    unions = tuple(_union(runs) for runs in zip(*held))
     pieces = tuple(
         ShardPiece(
-            layout.local_shape(c), tuple(_selector(u, runs) for u, runs in zip(unions, per_dim))
+            layout.local_shape(c) if view.section is None else tuple(map(_length, per_dim)),
+            tuple(_selector(u, runs) for u, runs in zip(unions, per_dim)),
         )
         for c, per_dim in zip(coords, held)
     )
@@ -128,10 +141,29 @@ def geometry_of(layout: Layout, view: ResolvedView, name: str, coord: Coordinate
         cutting=cutting,
         replicated=tuple(axis for axis in layout.replicating_axes() if sizes[axis] > 1),
         flat_shape=flat_shape,
-        view=view.localise(_unflatten(flat_shape, layout)),
+        view=view.localise(_unflatten(flat_shape, view, layout.flat_dims)),
         pieces=pieces,
         own=coords.index(coord),
+        selection=_selection(layout, view, coord),
+        unions=unions,
+        origin=view,
     )
+
+
+def _held(layout: Layout, view: ResolvedView, coord: Coordinate) -> tuple[Runs, ...]:
+    """What a coordinate holds of every dim of the view's flattened storage."""
+    runs = list(layout.view_runs(layout.flat_dims, coord))
+    if view.section is not None:
+        section = view.section.flattened(layout.shape, layout.flat_dims)
+        runs[section.dim] = section.compact(runs[section.dim])
+    return tuple(runs)
+
+
+def _selection(layout: Layout, view: ResolvedView, coord: Coordinate) -> Selection:
+    if view.section is None:
+        return Selection()
+    section = view.section.flattened(layout.shape, layout.flat_dims)
+    return section.select(layout.view_runs(layout.flat_dims, coord)[section.dim])
 
 
 def cutting_axes(layout: Layout, view: ResolvedView) -> tuple[int, ...]:
@@ -171,12 +203,12 @@ def _holds_whole_matrices(
     layout: Layout, view: ResolvedView, start: Coordinate, axes: Sequence[int]
 ) -> bool:
     coords = _vary(start, axes, layout.abstract_mesh.sizes)
-    held = [layout.view_runs(layout.flat_dims, c) for c in coords]
+    held = [_held(layout, view, c) for c in coords]
     unions = [_union(runs) for runs in zip(*held)]
     if not all(unions):
         return True
-    lengths = layout.view_shape(layout.flat_dims)
-    blocks = [_block(layout, view, dim) for dim in range(len(lengths))]
+    lengths = _flatten(view.shape, layout.flat_dims)
+    blocks = [_block(view, layout.flat_dims, dim) for dim in range(len(lengths))]
     return all(
         union == ((0, length),)
         if block is None
@@ -185,23 +217,30 @@ def _holds_whole_matrices(
     )
 
 
-def _block(layout: Layout, view: ResolvedView, flat_dim: int) -> int | None:
+def _block(view: ResolvedView, flat_dims: int, dim: int) -> int | None:
     """`ResolvedView.block` of a dim after flattening."""
-    flattened = max(layout.flat_dims, 1)
-    if flat_dim > 0:
-        return view.block(flat_dim + flattened - 1)
-    if flattened == 1:
-        return view.block(0)
-    inner = math.prod(layout.shape[1:flattened])
-    return inner if view.keeps_storage_order and layout.ndim > 2 else None
+    flattened = max(flat_dims, 1)
+    if dim > 0:
+        return view.block(dim + flattened - 1)
+    block = view.block(0)
+    # A run of whole entries of dim 0 holds the other flattened dims whole.
+    return None if block is None else block * math.prod(view.shape[1:flattened])
 
 
-def _unflatten(flat_shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-    if layout.flat_dims <= 1:
+def _flatten(shape: tuple[int, ...], flat_dims: int) -> tuple[int, ...]:
+    if flat_dims <= 1:
+        return shape
+    return (math.prod(shape[:flat_dims]), *shape[flat_dims:])
+
+
+def _unflatten(
+    flat_shape: tuple[int, ...], view: ResolvedView, flat_dims: int
+) -> tuple[int, ...]:
+    if flat_dims <= 1:
         return flat_shape
-    inner = layout.shape[1 : layout.flat_dims]
+    inner = view.shape[1:flat_dims]
     per_entry = math.prod(inner)
-    outer = flat_shape[0] // per_entry if per_entry else layout.shape[0]
+    outer = flat_shape[0] // per_entry if per_entry else view.shape[0]
     return (outer, *inner, *flat_shape[1:])
 
 
