@@ -186,8 +186,16 @@ class RegionKind(enum.Enum):
 
 @frozen
 class Region:
+    """How the inside of a boundary is checked and run.
+
+    Attributes:
+        function: `"package.module:function"` of what exchanges data inside an opaque region, see
+            `hp_dtensor.regions`; empty where the module's own code is all there is.
+    """
+
     kind: RegionKind
     reason: str = ""
+    function: str = ""
 
 
 @frozen

@@ -16,6 +16,7 @@ from hp_dtensor.layout import Layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import RaggedShard, sharded_dims
 from hp_dtensor.plan import BoundarySpec, Contract, LocalAttribute, ParameterSpec, ShardingPlan
+from hp_dtensor.regions import region_findings
 from hp_dtensor.vocabulary import is_vocabulary_sharded, vocabulary_findings
 
 __all__ = ["MODES", "PARALLELIZED", "check_plan", "read_attribute", "tied_names"]
@@ -234,6 +235,7 @@ def _boundaries(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
         if spec.module in seen:
             yield f"{where} is in the plan twice; merge the two"
         seen.add(spec.module)
+        yield from region_findings(spec)
         if spec.module not in modules:
             yield (
                 f"{where} is in the plan, but the module has no such submodule; make the plan for "

@@ -160,7 +160,8 @@ def _register(converter: Converter, cls: Any) -> None:
 
 
 _OMITTED_WHEN_DEFAULT = frozenset(
-    {"reason", "plain", "optional", "localize", "region", "inputs", "outputs", "tied"}
+    {"reason", "plain", "optional", "localize", "region", "function"}
+    | {"inputs", "outputs", "tied"}
 )
 
 

@@ -30,6 +30,7 @@ from hp_dtensor.layout import Layout, attach_layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
 from hp_dtensor.plan_checks import read_attribute
+from hp_dtensor.regions import install_region
 from hp_dtensor.settlement import needs_settlement
 from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
 from hp_platform import Origin
@@ -134,7 +135,7 @@ def localize(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None
 def install_boundary(
     module: nn.Module, boundary: BoundarySpec, plan: ShardingPlan, axes: ModelAxes
 ) -> None:
-    """Registers the hooks of one boundary: entry, vocabulary range, exit, in this order."""
+    """Registers the hooks of one boundary: entry, vocabulary range, region, exit, in this order."""
     name = boundary.module or "(root)"
     entering = [
         (Argument.of(module, each.spec.where), each)
@@ -145,6 +146,7 @@ def install_boundary(
         entry = Entry(name, [(argument, each) for argument, each in entering if argument])
         module.register_forward_pre_hook(entry, with_kwargs=True)
     install_vocabulary(module, boundary, plan, axes)
+    install_region(module, boundary, axes)
     leaving = [
         each
         for each in crossings(boundary, "output", axes)

@@ -32,6 +32,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import Partial
 from hp_dtensor.plan import BoundarySpec, Contract, RegionKind, ShardingPlan
 from hp_dtensor.production import (
     crossings,
@@ -41,6 +42,7 @@ from hp_dtensor.production import (
     local_part,
     localize,
 )
+from hp_dtensor.regions import install_region
 from hp_dtensor.settlement import needs_settlement
 from hp_platform import Origin
 
@@ -104,7 +106,8 @@ def _wrap_parameters(
             told = None
         else:
             local = local_part(parameter.detach(), abstract, axes.coordinate)
-            made = nn.Parameter(DTensor.of_layout(local, layout), parameter.requires_grad)
+            carried = layout_under(_of_own_batch(contract), axes.mesh, shape)
+            made = nn.Parameter(DTensor.of_layout(local, carried), parameter.requires_grad)
             replaced[id(parameter)] = made
             leaf = made.to_local()  # type: ignore[attr-defined]
             told = functools.partial(_mark_settled, made, layout)
@@ -115,6 +118,16 @@ def _wrap_parameters(
             if held is not None:
                 owner._parameters[leaf_name] = replaced[id(held)]
     return settled
+
+
+def _of_own_batch(contract: Contract) -> Contract:
+    """The contract as operators see it: an average over an axis is over batches.
+
+    Ranks along such an axis each compute the whole gradient of their own batch, as they would
+    without the axis; the average is taken at the end of backward.
+    """
+    kept = {axis: g for axis, g in contract.grad_placements if g != Partial("avg")}
+    return Contract(contract.placements, kept)
 
 
 def _mark_settled(parameter: Any, layout: Layout) -> None:
@@ -166,6 +179,7 @@ def _install(
     if opaque:
         localize(module, boundary, axes)
         install_vocabulary(module, boundary, plan, axes)
+        install_region(module, boundary, axes)
     outputs = list(crossings(boundary, "output", axes))
     module.register_forward_hook(CheckedExit(name, outputs, axes, opaque))
 

@@ -1,0 +1,123 @@
+"""Regions with functions of their own, found by name."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import (
+    BoundaryKind,
+    BoundarySpec,
+    BoundaryTensor,
+    Contract,
+    ParameterSpec,
+    PlanError,
+    Region,
+    RegionKind,
+    Replicate,
+    ShardingPlan,
+    distribute_tensor,
+    parallelize,
+)
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.plan import partial_sum, replicated_with_partial_gradient
+from hp_platform.testing import run_ranks
+
+MESH = AbstractMesh.of({"tp": 1})
+
+
+def doubled(module, boundary, axes):
+    """A region function of this test: doubles what the module returns."""
+    module.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch):
+    module = ModuleType("regions_of_this_test")
+    module.doubled = doubled
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def plan_with(region):
+    whole = Contract()
+    return ShardingPlan(
+        "Sequential",
+        MESH,
+        ("tp",),
+        [ParameterSpec("0.weight", "w", (2, 2), whole, "0")],
+        [
+            BoundarySpec(
+                "0",
+                BoundaryKind.MLP,
+                [BoundaryTensor("input", whole, whole)],
+                [BoundaryTensor("", whole, whole)],
+                region=region,
+            )
+        ],
+    )
+
+
+def model():
+    return nn.Sequential(nn.Linear(2, 2, bias=False))
+
+
+def test_a_plan_with_a_region_function_survives_yaml_and_changes_the_digest():
+    plain = plan_with(Region(RegionKind.OPAQUE))
+    named = plan_with(Region(RegionKind.OPAQUE, function="some.module:name"))
+    assert ShardingPlan.from_yaml(named.to_yaml()) == named
+    assert named.digest != plain.digest
+    assert "function" not in plain.to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("region", "text"),
+    [
+        (Region(RegionKind.OPAQUE, function="nowhere.at.all:f"), "install the package 'nowhere'"),
+        (Region(RegionKind.OPAQUE, function="hp_dtensor.plan:nothing"), "cannot be found"),
+        (Region(RegionKind.OPAQUE, function="hp_dtensor.plan"), "is not 'package.module:function'"),
+        (Region(RegionKind.TRANSPARENT, function="hp_dtensor.plan:Region"), "declare it so"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_found_before_anything_is_cut(region, text):
+    made = model()
+    with pytest.raises(PlanError, match=text):
+        parallelize(made, plan_with(region), MESH)
+    assert made[0].weight.shape == (2, 2)
+
+
+def test_without_process_groups_nothing_is_installed():
+    made = model()
+    inputs, expected = torch.ones(1, 2), made(torch.ones(1, 2))
+    region = Region(RegionKind.OPAQUE, function="regions_of_this_test:doubled")
+    parallelize(made, plan_with(region), MESH)
+    torch.testing.assert_close(made(inputs), expected)
+
+
+@pytest.mark.parametrize("mode", ["production", "validate"])
+def test_the_function_works_between_entry_and_exit_of_the_boundary(mode):
+    spec = plan_with(Region(RegionKind.OPAQUE, function="regions_of_this_test:doubled"))
+    summed = BoundarySpec(
+        "0",
+        BoundaryKind.MLP,
+        [BoundaryTensor("input", Contract(), replicated_with_partial_gradient("tp"))],
+        [BoundaryTensor("", Contract(), partial_sum("tp"))],
+        region=spec.boundaries[0].region,
+    )
+    two = AbstractMesh.of({"tp": 2})
+    made = ShardingPlan(spec.model, two, ("tp",), spec.parameters, [summed])
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mine = parallelize(whole, made, mesh, mode=mode)
+        x = torch.ones(1, 2)
+        if mode == "validate":
+            return mine(distribute_tensor(x, mesh, [Replicate()])).to_local().detach()
+        return mine(x).detach()
+
+    whole = model()
+    expected = whole(torch.ones(1, 2)).detach()
+    for found in run_ranks(body, 2):
+        torch.testing.assert_close(found, 2 * 2 * expected)  # two ranks, each doubled
