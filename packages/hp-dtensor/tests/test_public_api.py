@@ -19,6 +19,7 @@ PUBLIC = [
     "GradientReport",
     "Layout",
     "LocalAttribute",
+    "MetaReport",
     "OperatorError",
     "ParameterSpec",
     "Partial",
@@ -38,8 +39,11 @@ PUBLIC = [
     "describe",
     "distribute_tensor",
     "layout_of",
+    "opaque_region",
     "parallelize",
     "settle_gradients",
+    "transparent_region",
+    "validate_on_meta",
 ]
 
 TESTING = [

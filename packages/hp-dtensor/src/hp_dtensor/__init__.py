@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from hp_dtensor.mesh import (
         AbstractMesh,
     )
+    from hp_dtensor.meta import (
+        MetaReport,
+        validate_on_meta,
+    )
     from hp_dtensor.parallelize import (
         parallelize,
     )
@@ -56,6 +60,10 @@ if TYPE_CHECKING:
         Region,
         RegionKind,
         ShardingPlan,
+    )
+    from hp_dtensor.region_contracts import (
+        opaque_region,
+        transparent_region,
     )
     from hp_dtensor.rules.engine import (
         OperatorError,
@@ -82,6 +90,7 @@ _EXPORTS = {
     "GradientReport": "equivalence",
     "Layout": "layout",
     "LocalAttribute": "plan",
+    "MetaReport": "meta",
     "OperatorError": "rules.engine",
     "ParameterSpec": "plan",
     "Partial": "placements",
@@ -101,8 +110,11 @@ _EXPORTS = {
     "describe": "placements",
     "distribute_tensor": "dtensor",
     "layout_of": "layout",
+    "opaque_region": "region_contracts",
     "parallelize": "parallelize",
     "settle_gradients": "settlement",
+    "transparent_region": "region_contracts",
+    "validate_on_meta": "meta",
 }
 
 __all__ = [
@@ -117,6 +129,7 @@ __all__ = [
     "GradientReport",
     "Layout",
     "LocalAttribute",
+    "MetaReport",
     "OperatorError",
     "ParameterSpec",
     "Partial",
@@ -136,8 +149,11 @@ __all__ = [
     "describe",
     "distribute_tensor",
     "layout_of",
+    "opaque_region",
     "parallelize",
     "settle_gradients",
+    "transparent_region",
+    "validate_on_meta",
 ]
 
 

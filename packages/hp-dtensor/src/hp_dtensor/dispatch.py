@@ -45,10 +45,12 @@ class Implicit:
             replicated summand into a pending sum beside one. Changes values on the wire.
         adjoints: sum a gradient backward where a replicated operand meets sharded ones without
             having declared that its gradient is `Partial`.
+        plain: take a plain tensor for a replicated one. On a mesh of one rank it is.
     """
 
     reductions: bool = True
     adjoints: bool = True
+    plain: bool = False
 
 
 _PERMISSIVE = Implicit()
@@ -56,13 +58,13 @@ _implicit: ContextVar[Implicit] = ContextVar("hp_dtensor_implicit", default=_PER
 
 
 @contextmanager
-def implicit(*, reductions: bool, adjoints: bool) -> Iterator[None]:
+def implicit(*, reductions: bool, adjoints: bool, plain: bool = False) -> Iterator[None]:
     """Within the context, refuse what is switched off instead of inserting it.
 
     Example:
         `with implicit(reductions=False, adjoints=True): ...` makes a missing all-reduce an error.
     """
-    token = _implicit.set(Implicit(reductions, adjoints))
+    token = _implicit.set(Implicit(reductions, adjoints, plain))
     try:
         yield
     finally:
@@ -210,13 +212,16 @@ def _tensor_key(value: Any) -> Any:
 
 
 def _plain_key(value: Tensor) -> Any:
-    return "plain", tuple(value.shape), value.dtype, value.requires_grad
+    taken = _implicit.get().plain
+    return "plain", tuple(value.shape), value.dtype, value.requires_grad, taken
 
 
 def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     """The tensors with their layouts; refuses what has none."""
     layouts = [getattr(tensor, "_layout", None) for tensor in found]
     first = next(layout for layout in layouts if layout is not None)
+    if _implicit.get().plain:
+        layouts = [_taken_whole(t, each, first) for t, each in zip(found, layouts)]
     operands = []
     for index, (tensor, layout) in enumerate(zip(found, layouts)):
         if layout is None:
@@ -229,6 +234,14 @@ def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
         else:
             operands.append(Operand(index, layout, tensor.dtype))
     return tuple(operands)
+
+
+def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layout | None:
+    """The layout of a plain tensor beside DTensors on a mesh of one rank."""
+    whole = beside.abstract_mesh.world_size == 1 and not isinstance(tensor, TorchDTensor)
+    if layout is not None or not whole:
+        return layout
+    return Layout(beside.mesh, [Replicate()] * len(beside.placements), tuple(tensor.shape))
 
 
 def _advice_of(found: Sequence[Tensor]) -> str | None:
@@ -313,13 +326,19 @@ def _replicated_rule(name: str, operands: Sequence[Operand]) -> Rule:
         if not everything or any(isinstance(g, Partial) for g in layout.grad_placements):
             raise operator_error(
                 name,
-                "no rule says how this operator acts on sharded or partial tensors",
+                "no rule says how this operator acts on sharded or partial tensors; expected every "
+                "operand Replicate(), with a replicated gradient",
                 layouts,
                 remedy="redistribute the operands to Replicate() first, or compute on to_local() "
                 "and wrap the result with DTensor.from_local()",
             )
         if layout.mesh != layouts[0].mesh:
-            raise operator_error(name, "operands are on different meshes", layouts)
+            raise operator_error(
+                name,
+                "operands are on different meshes",
+                layouts,
+                remedy="take full_tensor() of one and distribute_tensor() it on the other's mesh",
+            )
     return replicated(name, layouts[0].mesh, len(layouts[0].placements))
 
 
@@ -381,6 +400,18 @@ def _run(
     kwargs: Mapping[str, Any],
     found: Sequence[Tensor],
 ) -> Any:
+    recipe = plan.recipe
+    if recipe.composite is not None:
+        return recipe.composite(*args, **kwargs)
+    if plan.call.inplace:
+        _refuse_copies(plan, found)
+    if recipe.communicates and not _implicit.get().reductions:
+        raise operator_error(
+            plan.call.operator,
+            f"it would communicate by itself: {recipe.communicates}",
+            plan.call.layouts,
+            remedy="redistribute the operand explicitly, or declare it in the boundary's contract",
+        )
     given = local_operands(plan, found)
     local_args: Any
     if len(given) == len(args):  # tensors only
@@ -392,14 +423,42 @@ def _run(
         supply = iter(given)
         local_args = _substitute(args, supply)
         local_kwargs = _substitute(kwargs, supply) if kwargs else kwargs
-    run = plan.recipe.run
+    run = recipe.run
     if run is None:
         result = func(*local_args, **local_kwargs)
     else:
         result = run(func, local_args, local_kwargs)
     if plan.call.inplace:
         return _written(plan, found)
-    return _wrap(plan.recipe.outputs, result, found, given)
+    wrapped = _wrap(recipe.outputs, result, found, given)
+    if recipe.copies or (plan.rule.views and getattr(found[0], _COPY, None)):
+        _mark_copies(wrapped, plan.call.operator)
+    return wrapped
+
+
+_COPY = "_hp_copy"
+"""Attribute of a DTensor that is a copy where torch gives a view: the operator that made it."""
+
+
+def _mark_copies(result: Any, operator: str) -> None:
+    for each in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(each, Tensor):
+            setattr(each, _COPY, operator)
+
+
+def _refuse_copies(plan: Plan, found: Sequence[Tensor]) -> None:
+    """A write into what should have been a view would be lost."""
+    for index in plan.call.targets:
+        made_by = getattr(found[index], _COPY, None)
+        if made_by is not None:
+            raise operator_error(
+                plan.call.operator,
+                f"the tensor written in place came out of {made_by} on a sharded dim, which gave "
+                "each rank a copy; the write would be lost",
+                plan.call.layouts,
+                remedy="assign through the index instead (x[index] = value), or clone() it first "
+                "if the copy is meant",
+            )
 
 
 def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
@@ -446,11 +505,6 @@ def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
 
 
 def move(transition: Transition, local: Tensor, origin: Origin) -> Tensor:
-    """Applies a transition; on an abstract mesh only the shape of a meta tensor can follow."""
-    if isinstance(transition.source.mesh, AbstractMesh) and local.is_meta:
-        if transition.is_identity:
-            return local
-        return local.new_empty(transition.target.local_shape((0,) * transition.target.mesh.ndim))
     return transition.apply(local, origin=origin)
 
 
@@ -471,7 +525,8 @@ def _written(plan: Plan, found: Sequence[Tensor]) -> Any:
     """Operators in place return the object that was written."""
     targets = [found[index] for index in plan.call.targets]
     for target in targets:
-        target._follow_local()  # type: ignore[attr-defined]
+        if hasattr(target, "_local"):  # a plain one, where a mesh of one rank takes it whole
+            target._follow_local()  # type: ignore[attr-defined]
     return targets if plan.call.returns_list else targets[0]
 
 

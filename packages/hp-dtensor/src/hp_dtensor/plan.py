@@ -155,6 +155,9 @@ class BoundaryTensor:
             takes an input as `outside` instead of calling it lost, and hands an output on as the
             plain local tensor.
         optional: the argument may be absent or None.
+        like: for an output, the input (by `where`) whose global shape and dtype it has. Checked
+            where the boundary is an opaque region, and what stands for running the region when
+            tensors have no values.
     """
 
     where: str
@@ -162,6 +165,7 @@ class BoundaryTensor:
     inside: Contract
     plain: bool = False
     optional: bool = False
+    like: str = ""
 
 
 @frozen

@@ -37,6 +37,7 @@ def check_plan(
     findings = list(_mode(mode))
     findings += _not_applied_before(module)
     findings += _mesh(plan, mesh)
+    findings += _ranks(module, mesh, mode)
     findings += _contract_axes(plan)
     findings += _parameters(module, plan)
     findings += _layouts(module, plan)
@@ -100,8 +101,25 @@ def _mesh(plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh) -> Iterator[str]:
                 f"model axis {name!r} is not an axis of the plan's mesh {plan.mesh}; take it out "
                 "of model_axes, or add it to the mesh"
             )
-    if isinstance(mesh, AbstractMesh) and found.world_size > 1:
-        yield f"{found} is an abstract mesh of {found.world_size} ranks; pass a DeviceMesh"
+
+
+def _ranks(module: nn.Module, mesh: DeviceMesh | AbstractMesh, mode: str) -> Iterator[str]:
+    """An abstract mesh of several ranks has no groups: only shapes can be checked on it."""
+    if not isinstance(mesh, AbstractMesh) or mesh.world_size == 1:
+        return
+    if mode == "production":
+        yield (
+            f"{mesh} is an abstract mesh of {mesh.world_size} ranks, which cannot communicate; "
+            "pass a DeviceMesh, or validate on meta tensors"
+        )
+        return
+    real = [name for name, parameter in module.named_parameters() if not parameter.is_meta]
+    if real:
+        yield (
+            f"{mesh} is an abstract mesh, on which a module has no values, but {real[0]} and "
+            f"{len(real) - 1} others have; use hp_dtensor.validate_on_meta, which moves a copy to "
+            "the meta device, or pass a DeviceMesh"
+        )
 
 
 def _contract_axes(plan: ShardingPlan) -> Iterator[str]:

@@ -160,7 +160,7 @@ def _register(converter: Converter, cls: Any) -> None:
 
 
 _OMITTED_WHEN_DEFAULT = frozenset(
-    {"reason", "plain", "optional", "localize", "region", "function"}
+    {"reason", "plain", "optional", "like", "localize", "region", "function"}
     | {"inputs", "outputs", "tied"}
 )
 

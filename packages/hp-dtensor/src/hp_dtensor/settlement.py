@@ -54,6 +54,8 @@ def settle_gradients(
     for gradient, layout in zip(gradients, layouts):
         for axis, reduction in _summed_axes(layout):
             mesh = _checked_mesh(gradient, layout)
+            if mesh is None:
+                continue
             key = (mesh, axis, reduction, dtype or gradient.dtype)
             groups.setdefault(key, []).append(gradient)
     # Innermost axes last: a gradient with summands on two axes is reduced over one after another.
@@ -74,15 +76,18 @@ def _summed_axes(layout: Layout) -> list[tuple[int, str]]:
     ]
 
 
-def _checked_mesh(gradient: Tensor, layout: Layout) -> DeviceMesh:
-    if isinstance(layout.mesh, AbstractMesh):
+def _checked_mesh(gradient: Tensor, layout: Layout) -> DeviceMesh | None:
+    """None where there are no values to sum: a meta tensor on an abstract mesh."""
+    abstract = isinstance(layout.mesh, AbstractMesh)
+    if abstract and not gradient.is_meta:
         raise ValueError(f"settle_gradients: {layout} is on an abstract mesh; use a DeviceMesh")
-    if tuple(gradient.shape) != layout.local_shape():
+    own = layout.local_shape((0,) * layout.mesh.ndim if abstract else None)
+    if tuple(gradient.shape) != own:
         raise ValueError(
             f"settle_gradients: a gradient has shape {tuple(gradient.shape)}, but {layout} gives "
-            f"this rank {layout.local_shape()}"
+            f"this rank {own}"
         )
-    return layout.mesh
+    return None if isinstance(layout.mesh, AbstractMesh) else layout.mesh
 
 
 def _reduce_fused(

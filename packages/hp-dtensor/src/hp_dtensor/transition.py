@@ -135,6 +135,8 @@ class Transition:
         """As `apply`, without autograd."""
         if self.is_identity:
             return local
+        if axes is None and local.is_meta and isinstance(self.source.mesh, AbstractMesh):
+            return self._without_values(local)
         coord, bound = self._bound if axes is None else self._bind(axes)
         expected = self.source.local_shape(coord)
         if tuple(local.shape) != expected:
@@ -146,6 +148,17 @@ class Transition:
             for step, part, axis in bound:
                 local = run_step(step, part, local, axis, origin)
             return local if self.factor == 1.0 else local * self.factor
+
+    def _without_values(self, local: Tensor) -> Tensor:
+        """The shape alone, for coordinate 0 of a mesh that has no ranks."""
+        first = (0,) * self.source.abstract_mesh.ndim
+        expected = self.source.local_shape(first)
+        if tuple(local.shape) != expected:
+            raise ValueError(
+                f"{self}: the meta tensor has shape {tuple(local.shape)}, but the source gives "
+                f"coordinate {first} the shape {expected}"
+            )
+        return local.new_empty(self.target.local_shape(first))
 
     def simulate(self, locals_: Sequence[Tensor]) -> list[Tensor]:
         """All ranks at once, in one process: local tensors in rank order, before and after."""

@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hp_dtensor.contracts import (
@@ -20,7 +21,6 @@ from hp_dtensor.contracts import (
     Crossing,
     ModelAxes,
     describe_contract,
-    describe_layout,
     global_shape,
     has_tensor,
     layout_under,
@@ -33,7 +33,7 @@ from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_p
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial
-from hp_dtensor.plan import BoundarySpec, Contract, RegionKind, ShardingPlan
+from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, RegionKind, ShardingPlan
 from hp_dtensor.production import (
     crossings,
     cut_parameter,
@@ -42,6 +42,7 @@ from hp_dtensor.production import (
     local_part,
     localize,
 )
+from hp_dtensor.region_contracts import check_like, mismatch, unvalued
 from hp_dtensor.regions import install_region
 from hp_dtensor.settlement import needs_settlement
 from hp_platform import Origin
@@ -55,15 +56,16 @@ _PRODUCER = "_hp_producer"
 def apply_validate(module: nn.Module, plan: ShardingPlan, axes: ModelAxes) -> None:
     """Wraps the parameters in place and installs checking boundaries."""
     opaque = opaque_regions(plan)
+    valued = not any(parameter.is_meta for parameter in module.parameters())
     settled = _wrap_parameters(module, plan, axes, opaque)
-    trace_places(module, refuse_implicit=True)
+    trace_places(module, refuse_implicit=True, plain=axes.abstract.world_size == 1)
     for boundary in plan.boundaries:
         target = module.get_submodule(boundary.module)
         if _inside(boundary.module, opaque - {boundary.module}):
             localize(target, boundary, axes)
             install_boundary(target, boundary, plan, axes)
         else:
-            _install(target, boundary, plan, axes, boundary.module in opaque)
+            _install(target, boundary, plan, axes, boundary.module in opaque, valued)
     EndOfBackward(settled).install()
 
 
@@ -136,22 +138,25 @@ def _mark_settled(parameter: Any, layout: Layout) -> None:
     parameter.grad = DTensor.of_layout(parameter.to_local().grad, whole)
 
 
-def trace_places(module: nn.Module, *, refuse_implicit: bool) -> None:
+def trace_places(module: nn.Module, *, refuse_implicit: bool, plain: bool = False) -> None:
     """Errors inside a module's forward name the module.
 
-    With `refuse_implicit` an operator that would have to communicate by itself is an error.
+    With `refuse_implicit` an operator that would have to communicate by itself is an error; with
+    `plain`, on a mesh of one rank, a plain tensor is taken for the whole one that it is.
     """
     for name, child in module.named_modules():
-        child.forward = _placed(child.forward, name, refuse_implicit and child is module)
+        child.forward = _placed(child.forward, name, refuse_implicit and child is module, plain)
 
 
-def _placed(forward: Callable[..., Any], name: str, refuse_implicit: bool) -> Callable[..., Any]:
+def _placed(
+    forward: Callable[..., Any], name: str, refuse_implicit: bool, plain: bool
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             if not refuse_implicit:
                 return forward(*args, **kwargs)
-            with implicit(reductions=False, adjoints=False):
+            with implicit(reductions=False, adjoints=False, plain=plain):
                 return forward(*args, **kwargs)
         except Exception as error:
             if not getattr(error, "_hp_placed", False):
@@ -168,20 +173,87 @@ def _install(
     plan: ShardingPlan,
     axes: ModelAxes,
     opaque: bool,
+    valued: bool,
 ) -> None:
     name = boundary.module or "(root)"
-    inputs = [
-        (argument, crossing)
-        for crossing in crossings(boundary, "input", axes)
-        if (argument := Argument.of(module, crossing.spec.where)) is not None
-    ]
-    module.register_forward_pre_hook(CheckedEntry(name, inputs, axes, opaque), with_kwargs=True)
+    inputs = _arguments(module, boundary, axes)
+    entry = CheckedEntry(name, inputs, axes, opaque, valued)
+    module.register_forward_pre_hook(entry, with_kwargs=True)
     if opaque:
         localize(module, boundary, axes)
         install_vocabulary(module, boundary, plan, axes)
         install_region(module, boundary, axes)
     outputs = list(crossings(boundary, "output", axes))
-    module.register_forward_hook(CheckedExit(name, outputs, axes, opaque))
+    likes = _likes(boundary, inputs)
+    leave = CheckedExit(name, outputs, axes, opaque, valued, likes)
+    module.register_forward_hook(leave, with_kwargs=True)
+    if opaque and likes and not valued:
+        module.forward = _stand_in(module, inputs, outputs, likes)
+
+
+Inputs = Sequence[tuple[Argument, Crossing]]
+Likes = Mapping[str, tuple[Argument, Crossing]]
+
+
+def _arguments(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> Inputs:
+    return [
+        (argument, crossing)
+        for crossing in crossings(boundary, "input", axes)
+        if (argument := Argument.of(module, crossing.spec.where)) is not None
+    ]
+
+
+def _likes(boundary: BoundarySpec, inputs: Inputs) -> Likes:
+    """By output, the input whose shape it has. Experts give back what they are given."""
+    by_name = {crossing.spec.where: (argument, crossing) for argument, crossing in inputs}
+    default = boundary.inputs[0].where if _gives_back(boundary) else ""
+    found = {spec.where: spec.like or default for spec in boundary.outputs}
+    return {where: by_name[name] for where, name in found.items() if name in by_name}
+
+
+def _gives_back(boundary: BoundarySpec) -> bool:
+    return (
+        boundary.kind is BoundaryKind.EXPERTS
+        and len(boundary.inputs) > 0
+        and len(boundary.outputs) == 1
+    )
+
+
+def _stand_in(
+    module: nn.Module, inputs: Inputs, outputs: Sequence[Crossing], likes: Likes
+) -> Callable[..., Any]:
+    """An opaque region without values is not run: its outputs have the shapes it declares."""
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [argument.read(args, kwargs) for argument, _ in inputs]
+        sources = [each for each in given if isinstance(each, Tensor)]
+        sources += list(module.parameters())
+        if not any(each.is_meta for each in sources) or set(likes) != {
+            crossing.spec.where for crossing in outputs
+        }:
+            return run(*args, **kwargs)
+        made = {}
+        for crossing in outputs:
+            argument, source = likes[crossing.spec.where]
+            model = argument.read(args, kwargs)
+            shape = global_shape(source.target, source.abstract, tuple(model.shape))
+            layout = layout_under(crossing.source, crossing.mesh, shape)
+            made[crossing.spec.where] = unvalued(layout, model.dtype, sources)
+        if "" in made:
+            return made[""]
+        if all(where.isdecimal() for where in made):
+            size = 1 + max(int(where) for where in made)
+            return tuple(made.get(str(index)) for index in range(size))
+        return made
+
+    return forward
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """The same on the meta device, whatever device a mode would choose."""
+    with torch._C.DisableTorchFunction():
+        return tensor.to("meta")
 
 
 class _Check:
@@ -192,8 +264,9 @@ class _Check:
         name: str,
         axes: ModelAxes,
         opaque: bool,
+        valued: bool,
     ) -> None:
-        self.name, self.mesh, self.opaque = name, axes.mesh, opaque
+        self.name, self.mesh, self.opaque, self.valued = name, axes.mesh, opaque, valued
         self.origin = Origin("hp_dtensor", name, "forward")
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -216,6 +289,8 @@ class _Check:
     def _wrapped(self, crossing: Crossing, tensor: Tensor) -> DTensor:
         """A plain tensor taken as the declared source layout."""
         shape = global_shape(crossing.source, crossing.abstract, tuple(tensor.shape))
+        if not self.valued:
+            tensor = _without_values(tensor)
         return DTensor.of_layout(tensor, layout_under(crossing.source, self.mesh, shape))
 
     def _check(self, crossing: Crossing, tensor: DTensor) -> None:
@@ -224,16 +299,11 @@ class _Check:
                 f"{crossing.name}: the tensor is on mesh {tensor.layout.abstract_mesh}, the plan's "
                 f"model axes are {AbstractMesh.of(self.mesh)}"
             )
-        expected = layout_under(crossing.source, self.mesh, tensor.layout.shape)
-        found = tensor.layout
-        same = found.placements == expected.placements and (
-            not tensor.requires_grad or found.grad_placements == expected.grad_placements
-        )
-        if not same:
+        text = mismatch(crossing.source, tensor)
+        if text is not None:
             raise ContractError(
-                f"{crossing.name}: expected {describe_layout(expected)}, found "
-                f"{describe_layout(found)} for a tensor of global shape {found.shape}"
-                f"{self._made_by(tensor)}; correct one of the contracts in the plan"
+                f"{crossing.name}: {text}{self._made_by(tensor)}; correct one of the contracts in "
+                "the plan"
             )
 
     def _made_by(self, tensor: DTensor) -> str:
@@ -265,8 +335,9 @@ class CheckedEntry(_Check):
         inputs: Sequence[tuple[Argument, Crossing]],
         axes: ModelAxes,
         opaque: bool,
+        valued: bool,
     ) -> None:
-        super().__init__(name, axes, opaque)
+        super().__init__(name, axes, opaque, valued)
         self.inputs = tuple(inputs)
 
     def __call__(
@@ -311,20 +382,38 @@ class CheckedExit(_Check):
         outputs: Sequence[Crossing],
         axes: ModelAxes,
         opaque: bool,
+        valued: bool,
+        likes: Likes,
     ) -> None:
-        super().__init__(name, axes, opaque)
+        super().__init__(name, axes, opaque, valued)
         self.outputs = tuple(outputs)
+        self.likes = likes
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
         declared = {crossing.spec.where for crossing in self.outputs}
         if self.opaque:
             self._refuse_undeclared(output, declared)
         for crossing in self.outputs:
             value = crossing.read(output)
             if self._present(crossing, value):
+                self._check_like(crossing, args, kwargs, value)
                 outside = map_tensors(functools.partial(self._leave, crossing), value)
                 output = write_output(output, crossing.spec.where, outside)
         return output
+
+    def _check_like(
+        self, crossing: Crossing, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    ) -> None:
+        if not self.opaque or crossing.spec.where not in self.likes:
+            return
+        argument, source = self.likes[crossing.spec.where]
+        model = argument.read(args, kwargs)
+        if isinstance(model, Tensor) and isinstance(value, Tensor):
+            given = global_shape(source.target, source.abstract, tuple(model.shape))
+            shape = global_shape(crossing.source, crossing.abstract, tuple(value.shape))
+            check_like(crossing.name, source.spec.where, given, shape, model.dtype, value.dtype)
 
     def _leave(self, crossing: Crossing, tensor: Tensor) -> Tensor:
         if isinstance(tensor, DTensor):
