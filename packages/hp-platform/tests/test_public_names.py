@@ -9,7 +9,7 @@ import hp_platform.testing
 NAMES = """
 ALIGNMENT AgreementError BufferLayout CollectiveError Event HPError Handle Ledger MeshAxis Origin
 PeerError RankFailure Record Summary Tier Topology TopologyError agree aligned_empty all_gather
-all_reduce all_to_all barrier broadcast gather_objects ledger mark pad_to_alignment reduce
+all_reduce all_to_all barrier broadcast gather_objects ledger mark pad_to_alignment phase reduce
 reduce_scatter reported_failures reported_stop testing
 """
 

@@ -28,7 +28,7 @@ from hp_platform.errors import (
 )
 from hp_platform.failures import reported_failures, reported_stop
 from hp_platform.handle import Handle
-from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark
+from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark, phase
 from hp_platform.topology import Tier, Topology
 
 __all__ = [
@@ -60,6 +60,7 @@ __all__ = [
     "ledger",
     "mark",
     "pad_to_alignment",
+    "phase",
     "reduce",
     "reduce_scatter",
     "reported_failures",

@@ -11,125 +11,43 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from hp_platform.axis import MeshAxis
 from hp_platform.buffers import ALIGNMENT
+from hp_platform.records import Event, Origin, Record
+from hp_platform.summary import Summary, SummaryLine, table_of
 from hp_platform.topology import Tier
+from hp_platform.trace import Phase, chrome_trace
+from hp_platform.traffic import Parts, bytes_between
 
-
-@dataclass(frozen=True)
-class Origin:
-    """Who asks for a collective.
-
-    Attributes:
-        package: the package that asks, such as "hp_fsdp".
-        name: the unit, parameter or boundary it asks for.
-        phase: "forward", "backward", "optimizer" or whatever the package distinguishes.
-    """
-
-    package: str
-    name: str = ""
-    phase: str = ""
-
-    def __str__(self) -> str:
-        return " ".join(part for part in (self.package, self.name, self.phase) if part)
-
-
-class Event(NamedTuple):
-    """One thing that happened: `subject` is a record's index, or a mark's label."""
-
-    kind: str
-    subject: int | str
-
-
-@dataclass(frozen=True)
-class Record:
-    """One collective as one rank took part in it.
-
-    Attributes:
-        index: position in `Ledger.records`.
-        operation: the function's name in `hp_platform.collectives`.
-        axis: name of the mesh axis; axis_size: its number of ranks; tier: how they connect.
-        bytes: size of the whole message: the output of an all-gather, the input of a
-            reduce-scatter, the tensor of the others.
-        aligned: whether every tensor starts at and is a multiple of 512 bytes.
-        dtype: element type, None where there is none (a barrier, pickled objects).
-        origin: who asked.
-        issued, waited, completed: seconds since the ledger was opened: when the call was
-            made, when the first `wait()` began and when it returned; None if it has not.
-        issue_order, wait_order: positions in `Ledger.events`, comparable with each other.
-    """
-
-    index: int
-    operation: str
-    axis: str
-    axis_size: int
-    tier: Tier
-    bytes: int
-    aligned: bool
-    dtype: torch.dtype | None
-    origin: Origin
-    issued: float
-    issue_order: int
-    waited: float | None = None
-    completed: float | None = None
-    wait_order: int | None = None
-
-
-@dataclass(frozen=True)
-class SummaryLine:
-    """Totals of the records that share tier, axis and operation."""
-
-    tier: Tier
-    axis: str
-    operation: str
-    count: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Summary:
-    """Totals by (tier, axis, operation), in order of first occurrence; `str()` is a table."""
-
-    lines: tuple[SummaryLine, ...]
-
-    @property
-    def count(self) -> int:
-        """Number of collectives."""
-        return sum(line.count for line in self.lines)
-
-    @property
-    def bytes(self) -> int:
-        """Sum of the messages' sizes."""
-        return sum(line.bytes for line in self.lines)
-
-    def __getitem__(self, key: tuple[Tier, str, str]) -> SummaryLine:
-        for line in self.lines:
-            if (line.tier, line.axis, line.operation) == key:
-                return line
-        raise KeyError(key)
-
-    def __str__(self) -> str:
-        header = ("tier", "axis", "operation", "count", "bytes")
-        rows = [
-            (line.tier.value, line.axis, line.operation, f"{line.count:,}", f"{line.bytes:,}")
-            for line in self.lines
-        ]
-        rows.append(("total", "", "", f"{self.count:,}", f"{self.bytes:,}"))
-        return _format_table(header, rows, numeric=2)
+__all__ = [
+    "Entries",
+    "Event",
+    "Ledger",
+    "Origin",
+    "Record",
+    "Summary",
+    "SummaryLine",
+    "enter_completion",
+    "enter_issue",
+    "enter_start",
+    "enter_wait",
+    "ledger",
+    "mark",
+    "phase",
+]
 
 
 class _Entry:
     """A record in the making: cheap to create and to change."""
 
     __slots__ = (
-        "aligned", "axis", "completed", "dtype", "index", "issue_order", "issued",
-        "operation", "origin", "size", "wait_order", "waited",
+        "aligned", "axis", "complete_order", "completed", "dtype", "index", "issue_order",
+        "issued", "issued_in", "operation", "origin", "parts", "size", "started", "thread",
+        "wait_order", "wait_thread", "waited", "waited_in",
     )  # fmt: skip
 
     def __init__(
@@ -140,6 +58,7 @@ class _Entry:
         aligned: bool,
         dtype: torch.dtype | None,
         origin: Origin,
+        parts: Parts,
         issued: float,
     ) -> None:
         self.operation = operation
@@ -148,29 +67,48 @@ class _Entry:
         self.aligned = aligned
         self.dtype = dtype
         self.origin = origin
+        self.parts = parts
         self.issued = issued
-        self.index = self.issue_order = -1
+        self.index = self.issue_order = self.thread = -1
+        self.issued_in: tuple[str, ...] = ()
+        self.waited_in: tuple[str, ...] = ()
+        self.started: float | None = None
         self.waited: float | None = None
         self.completed: float | None = None
         self.wait_order: int | None = None
+        self.complete_order: int | None = None
+        self.wait_thread: int | None = None
 
     def record(self, start: float) -> Record:
         """The finished record; its times count from `start`."""
+        axis = self.axis
+        everyone = range(axis.size)
+        domains: Sequence[object] = axis.domains
+        if not domains:
+            domains = everyone if axis.tier is Tier.SLOW else (0,) * axis.size
         return Record(
             index=self.index,
             operation=self.operation,
-            axis=self.axis.name,
-            axis_size=self.axis.size,
-            tier=self.axis.tier,
+            axis=axis.name,
+            axis_size=axis.size,
+            tier=axis.tier,
             bytes=self.size,
             aligned=self.aligned,
             dtype=self.dtype,
             origin=self.origin,
             issued=self.issued - start,
             issue_order=self.issue_order,
-            waited=None if self.waited is None else self.waited - start,
-            completed=None if self.completed is None else self.completed - start,
+            waited=_since(self.waited, start),
+            completed=_since(self.completed, start),
             wait_order=self.wait_order,
+            complete_order=self.complete_order,
+            wire=bytes_between(self.operation, self.size, self.parts, everyone, axis.rank),
+            crossing=bytes_between(self.operation, self.size, self.parts, domains, axis.rank),
+            started=_since(self.started, start),
+            issued_in=self.issued_in,
+            waited_in=self.waited_in,
+            thread=self.thread,
+            wait_thread=self.wait_thread,
         )
 
 
@@ -182,6 +120,9 @@ class Ledger:
         self._entries: list[_Entry] = []
         self._events: list[Event] = []
         self._marks: list[tuple[str, float]] = []
+        self._phases: list[Phase] = []
+        self._open_phases: tuple[str, ...] = ()
+        self._threads: dict[int, int] = {}
         self._start = time.perf_counter()
         self._owner = threading.get_ident()
 
@@ -193,7 +134,7 @@ class Ledger:
 
     @property
     def events(self) -> list[Event]:
-        """Issues, waits and marks in the order in which they happened."""
+        """What happened, in order: issues, waits, completions, marks and phases."""
         with self._lock:
             return list(self._events)
 
@@ -202,6 +143,25 @@ class Ledger:
         with self._lock:
             self._events.append(Event("mark", label))
             self._marks.append((label, time.perf_counter() - self._start))
+
+    @contextmanager
+    def phase(self, label: str) -> Iterator[None]:
+        """Everything that any thread enters until the block ends happens in phase `label`."""
+        begin = time.perf_counter() - self._start
+        with self._lock:
+            thread = self._thread()
+            self._open_phases = (*self._open_phases, label)
+            self._events.append(Event("enter", label))
+        try:
+            yield
+        finally:
+            with self._lock:
+                # Another thread may have opened one meanwhile.
+                last = len(self._open_phases) - 1 - self._open_phases[::-1].index(label)
+                self._open_phases = (*self._open_phases[:last], *self._open_phases[last + 1 :])
+                self._events.append(Event("leave", label))
+                end = time.perf_counter() - self._start
+                self._phases.append(Phase(label, thread, begin, end))
 
     def between(self, first: str, last: str) -> list[Event]:
         """The events after the first mark `first` and before the next mark `last`.
@@ -218,77 +178,78 @@ class Ledger:
             raise KeyError(f"no marks {first!r} then {last!r}; marks are {marks}") from None
         return events[begin + 1 : end]
 
+    def waits(self, *, tier: Tier | None = None, phase: str | None = None) -> list[Record]:
+        """The collectives that were waited for, in the order in which the waits began.
+
+        Args:
+            tier: only those on this tier.
+            phase: only those whose wait began in this phase. "backward" needs no block: it is
+                noticed whenever autograd runs in the waiting thread.
+        """
+        waited = [(r.wait_order, r) for r in self.records if r.wait_order is not None]
+        return [
+            record
+            for _, record in sorted(waited, key=lambda pair: pair[0])
+            if tier in (None, record.tier) and (phase is None or phase in record.waited_in)
+        ]
+
+    def unaligned(self) -> list[Record]:
+        """The collectives with a tensor that does not start at and fill multiples of 512 bytes."""
+        return [record for record in self.records if not record.aligned]
+
+    def crossing(self, phase: str | None = None) -> int:
+        """Bytes that had to cross between hosts (or super-nodes, where these are declared).
+
+        Counted on this rank's account: the sum over all ranks is all that had to cross.
+
+        Args:
+            phase: only what was asked for or issued in this phase, such as "optimizer".
+        """
+        return sum(r.crossing for r in self.records if phase is None or r.within(phase))
+
     def table(self) -> str:
         """One line for every record."""
-        header = (
-            "#", "operation", "axis", "tier", "dtype", "aligned", "asked by",
-            "ranks", "bytes", "issued ms", "waited ms", "issue", "wait",
-        )  # fmt: skip
-        rows = [
-            (
-                str(r.index),
-                r.operation,
-                r.axis,
-                r.tier.value,
-                str(r.dtype).removeprefix("torch.") if r.dtype else "-",
-                "yes" if r.aligned else "no",
-                str(r.origin),
-                str(r.axis_size),
-                f"{r.bytes:,}",
-                f"{r.issued * 1e3:.3f}",
-                "-" if r.waited is None else f"{r.waited * 1e3:.3f}",
-                str(r.issue_order),
-                "-" if r.wait_order is None else str(r.wait_order),
-            )
-            for r in self.records
-        ]
-        return _format_table(header, rows, numeric=6)
+        return table_of(self.records)
 
     def summary(self) -> Summary:
-        """Counts and bytes by (tier, axis, operation)."""
-        totals: dict[tuple[Tier, str, str], tuple[int, int]] = {}
-        for record in self.records:
-            key = (record.tier, record.axis, record.operation)
-            count, size = totals.get(key, (0, 0))
-            totals[key] = (count + 1, size + record.bytes)
-        return Summary(tuple(SummaryLine(*key, *total) for key, total in totals.items()))
+        """Counts and bytes by tier, axis, phase and operation."""
+        return Summary.of(self.records)
 
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON trace that chrome://tracing and Perfetto open.
-
-        Each mesh axis is a track. A collective is an asynchronous span from its issue to the
-        return of its wait, with a span "wait" for the time the waiting thread was blocked;
-        marks are instant events.
-        """
-        process = int(os.environ.get("RANK", "0"))
+        """Writes a JSON trace that Perfetto and chrome://tracing open; see `trace`."""
         records = self.records
         with self._lock:
-            marks = list(self._marks)
-        tracks = {axis: i + 1 for i, axis in enumerate(dict.fromkeys(r.axis for r in records))}
-        events: list[dict[str, Any]] = [
-            _metadata("process_name", process, 0, f"rank {process}"),
-            *(_metadata("thread_name", process, i, f"axis {axis}") for axis, i in tracks.items()),
-        ]
-        for record in records:
-            events.extend(_trace_events(record, process, tracks[record.axis]))
-        for label, seconds in marks:
-            events.append(
-                {"name": label, "ph": "i", "s": "p", "pid": process, "tid": 0, "ts": seconds * 1e6}
-            )
+            marks, phases = list(self._marks), list(self._phases)
+        trace = chrome_trace(records, marks, phases, int(os.environ.get("RANK", "0")))
         with open(path, "w", encoding="utf-8") as file:
-            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+            json.dump(trace, file)
 
     def _issue(self, entry: _Entry) -> None:
         with self._lock:
             entry.index = len(self._entries)
             entry.issue_order = len(self._events)
+            entry.issued_in, entry.thread = self._going_on(), self._thread()
             self._entries.append(entry)
             self._events.append(Event("issue", entry.index))
 
     def _wait(self, entry: _Entry) -> None:
         with self._lock:
             entry.wait_order = len(self._events)
+            entry.waited_in, entry.wait_thread = self._going_on(), self._thread()
             self._events.append(Event("wait", entry.index))
+
+    def _complete(self, entry: _Entry) -> None:
+        with self._lock:
+            entry.complete_order = len(self._events)
+            self._events.append(Event("complete", entry.index))
+
+    def _going_on(self) -> tuple[str, ...]:
+        if _autograd_runs() and "backward" not in self._open_phases:
+            return (*self._open_phases, "backward")
+        return self._open_phases
+
+    def _thread(self) -> int:
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
 
 class _OpenLedgers:
@@ -346,6 +307,15 @@ def mark(label: str) -> None:
             log.mark(label)
 
 
+@contextmanager
+def phase(label: str) -> Iterator[None]:
+    """Opens phase `label` in every ledger that a collective called here would be entered in."""
+    with ExitStack() as stack:
+        for log in _open.of_this_thread():
+            stack.enter_context(log.phase(label))
+        yield
+
+
 # `hp_platform.ledger` is this function once the package has exported it; callers who reach
 # the module by attribute still find `mark`.
 ledger.mark = mark  # type: ignore[attr-defined]
@@ -358,19 +328,27 @@ def enter_issue(
     tensors: Sequence[torch.Tensor],
     dtype: torch.dtype | None,
     origin: Origin,
+    parts: Parts = None,
 ) -> Entries:
-    """Enters a collective about to be issued; the result goes to `enter_wait`."""
+    """Enters a collective about to be issued; the result goes to the other `enter` functions."""
     if not _open.all:
         return ()
     aligned = all(not (t.data_ptr() % ALIGNMENT or t.nbytes % ALIGNMENT) for t in tensors)
     now = time.perf_counter()
     entries = tuple(
-        (log, _Entry(operation, axis, size, aligned, dtype, origin, now))
+        (log, _Entry(operation, axis, size, aligned, dtype, origin, parts, now))
         for log in _open.of_this_thread()
     )
     for log, entry in entries:
         log._issue(entry)
     return entries
+
+
+def enter_start(entries: Entries) -> None:
+    """Enters that the backend has taken the call."""
+    now = time.perf_counter()
+    for _, entry in entries:
+        entry.started = now
 
 
 def enter_wait(entries: Entries) -> None:
@@ -388,48 +366,16 @@ def enter_completion(entries: Entries) -> None:
     for log, entry in entries:
         if log in _open.all:
             entry.completed = now
+            log._complete(entry)
 
 
-def _metadata(name: str, process: int, track: int, value: str) -> dict[str, Any]:
-    return {"name": name, "ph": "M", "pid": process, "tid": track, "args": {"name": value}}
+def _autograd_runs() -> bool:
+    """Whether autograd's engine runs in this thread.
+
+    Private to PyTorch, which has no public way to ask; `test_ledger` fails if its meaning changes.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
-def _trace_events(record: Record, process: int, track: int) -> list[dict[str, Any]]:
-    common = {"cat": record.tier.value, "pid": process, "tid": track}
-    start = record.issued * 1e6
-    end = start if record.completed is None else record.completed * 1e6
-    arguments = {
-        "bytes": record.bytes,
-        "axis": record.axis,
-        "tier": record.tier.value,
-        "aligned": record.aligned,
-        "asked by": str(record.origin),
-    }
-    span: dict[str, Any] = {"name": record.operation, "id": record.index, **common}
-    events: list[dict[str, Any]] = [
-        {**span, "ph": "b", "ts": start, "args": arguments},
-        {**span, "ph": "e", "ts": end},
-    ]
-    if record.waited is not None:
-        blocked = max(end - record.waited * 1e6, 0.0)
-        wait: dict[str, Any] = {
-            "name": f"wait {record.operation}",
-            "ph": "X",
-            "ts": record.waited * 1e6,
-        }
-        events.append({**wait, "dur": blocked, **common, "args": {"asked by": str(record.origin)}})
-    return events
-
-
-def _format_table(header: Sequence[str], rows: Sequence[Sequence[str]], numeric: int) -> str:
-    """A plain-text table whose last `numeric` columns are right-aligned."""
-    widths = [max(len(cell) for cell in column) for column in zip(header, *rows)]
-    first_numeric = len(header) - numeric
-    lines = []
-    for row in (header, ["-" * width for width in widths], *rows):
-        cells = [
-            cell.rjust(width) if i >= first_numeric else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _since(moment: float | None, start: float) -> float | None:
+    return None if moment is None else moment - start
