@@ -7,7 +7,9 @@ axis, run by a process group or by the simulator.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +31,40 @@ if TYPE_CHECKING:
     from hp_platform.ledger import Origin
 
 
-@frozen(eq=False)
+@frozen
+class EvenCut:
+    """A view of `count` equal pieces along one dim.
+
+    Attributes:
+        split: the view's shape with that dim as two, count first.
+        stacked: the shape of all pieces, one after the other.
+        leading: the cut dim is the outermost of more than one element, so that the pieces lie
+            one after the other in the view itself.
+    """
+
+    split: tuple[int, ...]
+    stacked: tuple[int, ...]
+    dim: int
+    leading: bool
+
+    @classmethod
+    def of(cls, view: tuple[int, ...], dim: int, count: int) -> EvenCut:
+        piece = (*view[:dim], view[dim] // count, *view[dim + 1 :])
+        split = (*view[:dim], count, view[dim] // count, *view[dim + 1 :])
+        return cls(split, (count, *piece), dim, math.prod(view[:dim]) == 1)
+
+    def pieces(self, tensor: Tensor) -> Tensor:
+        """1-D: the pieces, one after the other; shares the tensor's memory where they lie so."""
+        if self.leading:
+            return tensor.contiguous().view(-1)
+        return tensor.reshape(self.split).movedim(self.dim, 0).contiguous().view(-1)
+
+    def joined(self, received: Tensor) -> Tensor:
+        """The view from its pieces, as `split`; strided."""
+        return received.view(self.stacked).movedim(0, self.dim)
+
+
+@frozen(eq=False, slots=False)
 class RankStep:
     """One move as one rank performs it. Sizes count elements, per coordinate of the axis.
 
@@ -42,6 +77,8 @@ class RankStep:
         receives: the block of the new local tensor that comes from each coordinate; one entry
             where all send the same.
         in_order: all received blocks, one after the other, are the new local tensor.
+        even_sends, even_receives: how the blocks cut their view, where each is an equal piece of
+            one dim and the whole of the others: the usual case, moved by one strided copy or none.
     """
 
     kind: Kind
@@ -54,6 +91,17 @@ class RankStep:
     receive_sizes: tuple[int, ...]
     in_order: bool
     keeps: bool
+    even_sends: EvenCut | None
+    even_receives: EvenCut | None
+
+    @cached_property
+    def uneven_sends(self) -> tuple[int, ...] | None:
+        """None where all coordinates get equally much."""
+        return None if len(set(self.send_sizes)) == 1 else self.send_sizes
+
+    @cached_property
+    def uneven_receives(self) -> tuple[int, ...] | None:
+        return None if len(set(self.receive_sizes)) == 1 else self.receive_sizes
 
     def local(self, tensor: Tensor) -> Tensor:
         """The new local tensor of a move that does not communicate."""
@@ -70,6 +118,10 @@ class RankStep:
         """What goes into the collective: 1-D, but for an all-reduce a copy of the tensor."""
         if self.kind is Kind.ALL_REDUCE:
             return tensor.clone(memory_format=torch.contiguous_format)
+        if self.even_sends is not None:
+            return self.even_sends.pieces(tensor)
+        if self.kind is Kind.ALL_GATHER and self.sends[0].whole:
+            return tensor.contiguous().view(-1)
         if self.kind is Kind.ALL_GATHER or len(self.sends) == 1:
             return self.sends[0].take(tensor.reshape(self.view)).reshape(-1).contiguous()
         viewed = tensor.reshape(self.view)
@@ -78,14 +130,16 @@ class RankStep:
     def unpack(self, received: Tensor) -> Tensor:
         """The new local tensor from the collective's result."""
         if self.in_order:
-            return received.reshape(self.shape)
+            return received.view(self.shape)
+        if self.even_receives is not None:
+            return self.even_receives.joined(received).reshape(self.shape)
         target = received.new_empty(self.new_view)
         for block, part in zip(self.receives, received.split(list(self.receive_sizes))):
             block.put(target, part)
         return target.reshape(self.shape)
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Step:
     """A move together with every rank's part in it, worked out on first use."""
 
@@ -93,7 +147,7 @@ class Step:
     _at: dict[Coordinate, RankStep] = field(factory=dict, repr=False)
     _known: Known = field(factory=dict, repr=False)
 
-    @property
+    @cached_property
     def reduction(self) -> str:
         placement = self.move.before.placements[self.move.axis]
         return placement.reduce_op if is_partial(placement) else "sum"
@@ -117,10 +171,10 @@ def run_step(step: Step, part: RankStep, local: Tensor, axis: MeshAxis, origin: 
     if kind is Kind.ALL_REDUCE:
         return all_reduce(packed, axis, op=step.reduction, origin=origin).wait()
     if kind is Kind.ALL_GATHER:
-        handle = all_gather(packed, axis, sizes=part.receive_sizes, origin=origin)
+        handle = all_gather(packed, axis, sizes=part.uneven_receives, origin=origin)
     elif kind is Kind.REDUCE_SCATTER:
         handle = reduce_scatter(
-            packed, axis, sizes=part.send_sizes, op=step.reduction, origin=origin
+            packed, axis, sizes=part.uneven_sends, op=step.reduction, origin=origin
         )
     else:
         handle = all_to_all(
@@ -173,10 +227,11 @@ def _rank_step(move: Move, coord: Coordinate, known: Known) -> RankStep:
         by = peers[:1] if move.kind is Kind.REDUCE_SCATTER else peers
         sends = [_common(old, after.view_runs(flat, peer), known)[0] for peer in to]
         receives = [_common(before.view_runs(flat, peer), new, known)[1] for peer in by]
+    view = tuple([length(runs) for runs in old])
     new_view = tuple([length(runs) for runs in new])
     return RankStep(
         kind=move.kind,
-        view=tuple([length(runs) for runs in old]),
+        view=view,
         shape=after.local_shape(coord),
         new_view=new_view,
         sends=tuple(sends),
@@ -184,6 +239,8 @@ def _rank_step(move: Move, coord: Coordinate, known: Known) -> RankStep:
         send_sizes=tuple([block.numel for block in sends]),
         receive_sizes=tuple([block.numel for block in receives]),
         in_order=_in_order(receives, new_view),
+        even_sends=_even_cut(sends, view),
+        even_receives=_even_cut(receives, new_view),
         keeps=coord[move.axis] == 0,
     )
 
@@ -199,6 +256,24 @@ def _common(old: Held, new: Held, known: Known) -> tuple[Block, Block]:
 def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:
     size, axis = move.before.abstract_mesh.sizes[move.axis], move.axis
     return [(*coord[:axis], peer, *coord[axis + 1 :]) for peer in range(size)]
+
+
+def _even_cut(blocks: Sequence[Block], view: tuple[int, ...]) -> EvenCut | None:
+    """None where the blocks are not equal slices of one dim, in order."""
+    count = len(blocks)
+    if count < 2 or 0 in view:
+        return None
+    first = blocks[0].shape
+    cut = [dim for dim, (part, whole) in enumerate(zip(first, view)) if part != whole]
+    if len(cut) != 1 or first[cut[0]] * count != view[cut[0]]:
+        return None
+    dim, size = cut[0], first[cut[0]]
+    for i, block in enumerate(blocks):
+        if block.shape != first or block.index[dim] != slice(i * size, (i + 1) * size):
+            return None
+        if any(not isinstance(each, slice) for each in block.index):
+            return None
+    return EvenCut.of(view, dim, count)
 
 
 def _in_order(blocks: Sequence[Block], view: tuple[int, ...]) -> bool:

@@ -26,6 +26,9 @@ from hp_platform.ledger import Origin
 
 _ORIGIN = Origin("hp_dtensor", phase="forward")
 
+Bound = tuple[Coordinate, torch.Size, tuple[tuple[Step, RankStep, MeshAxis], ...]]
+"""This rank's coordinate, the shape of its local tensor, and its part in every step."""
+
 
 @frozen(eq=False, repr=False, slots=False)
 class Transition:
@@ -84,10 +87,15 @@ class Transition:
                 )
         return Transition.compile(dual(self.target), dual(self.source))
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """The local tensors do not change. (Their gradients may: see `adjoint`.)"""
         return not self.steps and self.factor == 1.0
+
+    @cached_property
+    def leaves_graph(self) -> bool:
+        """Neither the local tensors nor their gradients change."""
+        return self.is_identity and self.adjoint.is_identity
 
     @property
     def elements(self) -> int:
@@ -121,7 +129,7 @@ class Transition:
         """
         if not (local.requires_grad and torch.is_grad_enabled()):
             return self.run_forward(local, origin=origin, axes=axes)
-        if self.is_identity and self.adjoint.is_identity:
+        if self.leaves_graph:
             return local
         return _Redistribute.apply(local, self, origin, axes)
 
@@ -137,9 +145,8 @@ class Transition:
             return local
         if axes is None and local.is_meta and isinstance(self.source.mesh, AbstractMesh):
             return self._without_values(local)
-        coord, bound = self._bound if axes is None else self._bind(axes)
-        expected = self.source.local_shape(coord)
-        if tuple(local.shape) != expected:
+        coord, expected, bound = self._bound if axes is None else self._bind(axes)
+        if local.shape != expected:
             raise ValueError(
                 f"{self}: the local tensor has shape {tuple(local.shape)}, but the source gives "
                 f"coordinate {coord} the shape {expected}"
@@ -168,20 +175,17 @@ class Transition:
         return result if self.factor == 1.0 else [local * self.factor for local in result]
 
     @cached_property
-    def _bound(self) -> tuple[Coordinate, tuple[tuple[Step, RankStep, MeshAxis], ...]]:
+    def _bound(self) -> Bound:
         mesh = self.source.mesh
         if isinstance(mesh, AbstractMesh):
             raise ValueError(
                 f"{self} is on an abstract mesh: pass axes={{name: MeshAxis}}, or use simulate"
             )
         coord = self.source.coordinate()
-        return coord, tuple(
-            (step, step.at(coord), mesh_axis(mesh, step.move.axis)) for step in self.steps
-        )
+        bound = [(step, step.at(coord), mesh_axis(mesh, step.move.axis)) for step in self.steps]
+        return coord, torch.Size(self.source.local_shape(coord)), tuple(bound)
 
-    def _bind(
-        self, axes: Mapping[str, MeshAxis]
-    ) -> tuple[Coordinate, tuple[tuple[Step, RankStep, MeshAxis], ...]]:
+    def _bind(self, axes: Mapping[str, MeshAxis]) -> Bound:
         mesh = self.source.abstract_mesh
         missing = [
             name for name, size in zip(mesh.axis_names, mesh.sizes) if size > 1 and name not in axes
@@ -189,9 +193,10 @@ class Transition:
         if missing:
             raise ValueError(f"{self}: axes lacks {missing}, found {sorted(axes)}")
         coord = tuple(axes[name].rank if name in axes else 0 for name in mesh.axis_names)
-        return coord, tuple(
+        bound = [
             (step, step.at(coord), axes[mesh.axis_names[step.move.axis]]) for step in self.steps
-        )
+        ]
+        return coord, torch.Size(self.source.local_shape(coord)), tuple(bound)
 
     # -- as text ------------------------------------------------------------------------------
 
@@ -221,13 +226,16 @@ class _Redistribute(torch.autograd.Function):
         origin: Origin,
         axes: Mapping[str, MeshAxis] | None,
     ) -> Tensor:
-        ctx.adjoint = transition.adjoint
-        ctx.origin = Origin(origin.package, origin.name, "backward")
-        ctx.axes = axes
+        ctx.call = (transition.adjoint, origin, axes)
         result = transition.run_forward(local, origin=origin, axes=axes)
         return result.view_as(result) if result is local else result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        result = ctx.adjoint.apply(gradients[0], origin=ctx.origin, axes=ctx.axes)
-        return result, None, None, None
+        adjoint, origin, axes = ctx.call
+        return adjoint.apply(gradients[0], origin=_backward(origin), axes=axes), None, None, None
+
+
+@lru_cache(maxsize=4096)
+def _backward(origin: Origin) -> Origin:
+    return Origin(origin.package, origin.name, "backward")
