@@ -7,6 +7,7 @@ it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,10 +27,10 @@ from hp_dtensor.contracts import (
     write_output,
 )
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient
+from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout, attach_layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
-from hp_dtensor.plan_checks import read_attribute
 from hp_dtensor.regions import install_region
 from hp_dtensor.settlement import needs_settlement
 from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
@@ -126,10 +127,30 @@ def local_part(full: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Ten
 
 
 def localize(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None:
-    """Divides the attributes that hold global sizes."""
+    """Divides the attributes that hold global sizes.
+
+    An attribute of an object that other modules may hold too, such as `config.num_heads`, is
+    divided on a copy that becomes this module's own.
+    """
+    owned: set[str] = set()
     for attribute in boundary.localize:
-        holder, last = read_attribute(module, attribute.name)
+        holder, last = _own_holder(module, attribute.name, owned)
         setattr(holder, last, attribute.value // axes.abstract.size(attribute.axis))
+
+
+def _own_holder(module: nn.Module, name: str, owned: set[str]) -> tuple[object, str]:
+    """The holder of the attribute `name`, and its last part; copied unless a module or `owned`."""
+    *path, last = name.split(".")
+    holder: object = module
+    for depth, part in enumerate(path):
+        inner = getattr(holder, part)
+        place = ".".join(path[: depth + 1])
+        if not isinstance(inner, nn.Module) and place not in owned:
+            inner = copy.copy(inner)
+            setattr(holder, part, inner)
+            owned.add(place)
+        holder = inner
+    return holder, last
 
 
 def install_boundary(
@@ -154,6 +175,7 @@ def install_boundary(
     ]
     if leaving:
         module.register_forward_hook(Exit(name, leaving))
+    install_late_bias(module, boundary, axes)
 
 
 def crossings(boundary: BoundarySpec, direction: str, axes: ModelAxes) -> Iterator[Crossing]:
