@@ -64,7 +64,40 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         (lambda axis: all_reduce(square.t(), axis, origin=ORIGIN), "not contiguous"),
         (lambda axis: broadcast(square[:, :2], axis, source=0), "not contiguous"),
         (lambda axis: all_reduce(torch.ones(2, device="meta"), axis), "is on meta"),
-        (lambda axis: all_reduce(torch.ones(2, dtype=torch.complex64), axis), "cannot reduce"),
+        (
+            lambda axis: all_reduce(torch.ones(2, dtype=torch.complex64), axis),
+            "gloo cannot reduce torch.complex64; reduce torch.view_as_real(tensor)",
+        ),
+        (
+            lambda axis: all_reduce(torch.ones(2).bool(), axis),
+            "torch.bool; reduce .to(torch.uint8)",
+        ),
+        (
+            lambda axis: all_reduce(torch.ones(2).to(torch.float8_e4m3fn), axis),
+            "cannot reduce torch.float8_e4m3fn; convert to one of bfloat16, float16, float32",
+        ),
+        (
+            lambda axis: broadcast(torch.ones(2, dtype=torch.complex64).conj(), axis, source=0),
+            "call .resolve_neg() or .resolve_conj()",
+        ),
+        (
+            # The imaginary part of a conjugate is a view with the sign kept aside.
+            lambda axis: all_gather(torch.ones(1, dtype=torch.complex64).conj().imag, axis),
+            "a negated or conjugated view",
+        ),
+        (lambda axis: all_reduce(square.clone().requires_grad_(), axis), "torch.no_grad()"),
+        (
+            lambda axis: all_reduce(square.clone().requires_grad_() * 2, axis),
+            "the tensor requires grad and would be overwritten outside of autograd",
+        ),
+        (
+            lambda axis: all_gather(square, axis, output=torch.ones(8, 4).requires_grad_()),
+            "output requires grad",
+        ),
+        (lambda axis: all_gather(square[1:3], axis, output=square), "output shares memory"),
+        (lambda axis: all_to_all(square, axis, output=square), "output shares memory"),
+        (lambda axis: reduce_scatter(square, axis, output=square[1:3]), "at another place"),
+        (lambda axis: all_gather(square, axis, output=[1]), "output must be a tensor, got list"),
         (lambda axis: all_reduce(square.to_sparse(), axis), "cannot be sent"),
         (lambda axis: all_reduce(Wrapper(square), axis), "a Wrapper cannot be sent"),
         (lambda axis: all_reduce([1.0], axis), "expected a tensor, got list"),
@@ -156,7 +189,8 @@ def test_parameters_can_be_sent_and_no_graph_is_recorded():
         axis = MeshAxis.of_group()
         parameter = torch.nn.Parameter(torch.full((2, 2), float(rank)))
         gathered = all_gather(parameter, axis).wait()
-        reduced = all_reduce(parameter, axis).wait()
+        with torch.no_grad():
+            reduced = all_reduce(parameter, axis).wait()
         return gathered.requires_grad, reduced is parameter, parameter.tolist()
 
     ones = [[1.0, 1.0], [1.0, 1.0]]
@@ -229,7 +263,7 @@ def test_a_dropped_handle_warns_with_its_origin_and_still_completes():
         assert lines == [caught[0][1]]
 
 
-def test_a_handle_that_is_left_at_exit_does_not_hang_the_process(tmp_path):
+def test_a_handle_that_is_left_at_exit_is_named_and_does_not_hang_the_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         """
@@ -248,7 +282,10 @@ raise ValueError("the planted fault")
         [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 1
-    assert done.stderr.endswith("ValueError: the planted fault\n")
+    assert (
+        "ValueError: the planted fault\nthe handle of all_reduce on mesh axis 'dp'" in done.stderr
+    )
+    assert done.stderr.endswith("was dropped at exit without wait(); its result is lost\n")
 
 
 @pytest.mark.ranks
@@ -304,3 +341,45 @@ def test_ledger_bytes_are_those_computed_by_hand():
     names += ["all_reduce", "broadcast", "reduce", "all_to_all"]
     expected = [(name, size, "dp", 3, Tier.FAST) for name, size in zip(names, sizes)]
     assert run_ranks(run, 3) == [expected] * 3
+
+
+@pytest.mark.ranks
+def test_a_graph_that_has_saved_an_overwritten_tensor_notices():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        calls = (
+            lambda tensor: all_reduce(tensor, axis),
+            lambda tensor: broadcast(tensor, axis, source=0),
+            lambda tensor: reduce(tensor, axis, destination=0),
+        )
+        for call in calls:
+            weight = torch.nn.Parameter(torch.full((3,), rank + 1.0))
+            scale = torch.full((3,), rank + 1.0)
+            saved = (weight * scale).sum()
+            with torch.no_grad():
+                call(scale).wait()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                saved.backward()
+        with torch.inference_mode():  # such tensors count no versions
+            assert all_reduce(torch.ones(2), axis).wait().tolist() == [2.0, 2.0]
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.ranks
+def test_averages_of_half_precision_are_a_sum_and_a_division():
+    def run(rank):
+        axis = MeshAxis.of_group()
+        found = []
+        for dtype in (torch.bfloat16, torch.float16):
+            ones = torch.full((4,), rank + 1.0, dtype=dtype)
+            found.append(all_reduce(ones.clone(), axis, op="avg").wait().tolist())
+            found.append(reduce_scatter(ones, axis, op="avg").wait().tolist())
+            if rank == 0:
+                destination = reduce(ones, axis, destination=0, op="avg").wait()
+                found.append(destination.tolist())
+            else:
+                reduce(ones, axis, destination=0, op="avg").wait()
+        return found
+
+    assert run_ranks(run, 2)[0] == [[1.5] * 4, [1.5] * 2, [1.5] * 4] * 2

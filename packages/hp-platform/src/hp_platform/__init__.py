@@ -27,9 +27,11 @@ from hp_platform.errors import (
     TopologyError,
 )
 from hp_platform.failures import reported_failures, reported_stop
+from hp_platform.fusion import all_reduce_fused
 from hp_platform.handle import Handle
 from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark, phase
 from hp_platform.topology import Tier, Topology
+from hp_platform.transfers import Receive, Send, exchange, receive, send
 
 __all__ = [
     "ALIGNMENT",
@@ -44,7 +46,9 @@ __all__ = [
     "Origin",
     "PeerError",
     "RankFailure",
+    "Receive",
     "Record",
+    "Send",
     "Summary",
     "Tier",
     "Topology",
@@ -53,17 +57,21 @@ __all__ = [
     "aligned_empty",
     "all_gather",
     "all_reduce",
+    "all_reduce_fused",
     "all_to_all",
     "barrier",
     "broadcast",
+    "exchange",
     "gather_objects",
     "ledger",
     "mark",
     "pad_to_alignment",
     "phase",
+    "receive",
     "reduce",
     "reduce_scatter",
     "reported_failures",
     "reported_stop",
+    "send",
     "testing",
 ]

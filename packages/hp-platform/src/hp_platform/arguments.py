@@ -5,17 +5,25 @@ gloo, for one, accepts strided tensors and silently writes to the wrong places.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hp_platform.axis import MeshAxis
-from hp_platform.capabilities import GLOO, TABLE, Capabilities, capabilities_of
+from hp_platform.capabilities import TABLE, Capabilities
 from hp_platform.handle import refuse
 from hp_platform.ledger import Origin
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+
+_REMEDIES = {
+    torch.bool: "reduce .to(torch.uint8) or .to(torch.int32): 'max' is any, 'min' is all",
+    torch.complex32: "reduce torch.view_as_real(tensor)",
+    torch.complex64: "reduce torch.view_as_real(tensor)",
+    torch.complex128: "reduce torch.view_as_real(tensor)",
+}
 
 
 def check_tensor(
@@ -23,43 +31,95 @@ def check_tensor(
     tensor: Tensor,
     axis: MeshAxis,
     origin: Origin,
-    *,
-    reduces: bool,
+    reduces: bool = False,
     rows: bool = False,
-) -> Capabilities:
+    writes: bool = False,
+) -> Capabilities | None:
     """Checks type, contiguity, device and dtype; returns the backend's capabilities.
 
     Args:
         reduces: the collective computes, so the backend must know the dtype.
         rows: the collective divides dim 0, so there must be one.
+        writes: the collective changes the tensor.
+
+    Returns:
+        None when the tensor is a single element on another device than the axis, and the caller
+        has to carry it there and back.
     """
+    able = axis.capabilities
+    # One conjunction, because this is on the path of every collective; what is wrong with a
+    # tensor that fails it is found out afterwards.
+    if (
+        able is not None
+        and type(tensor) in _PLAIN
+        and tensor.layout is _STRIDED
+        and tensor.is_contiguous()
+        and tensor.device == axis.device
+        # Complex types, which alone can be conjugated, are in neither set.
+        and tensor.dtype in (able.reduces if reduces else able.moves)
+        and not tensor.is_neg()
+        and (not rows or tensor.shape)
+        and not (writes and tensor.requires_grad)
+    ):
+        return able
+    return _examine(operation, tensor, axis, origin, reduces, rows, writes)
+
+
+def _examine(
+    operation: str,
+    tensor: Tensor,
+    axis: MeshAxis,
+    origin: Origin,
+    reduces: bool,
+    rows: bool,
+    writes: bool,
+) -> Capabilities | None:
     if not isinstance(tensor, Tensor):
         refuse(operation, axis, origin, f"expected a tensor, got {type(tensor).__name__}")
     if type(tensor) not in _PLAIN and hasattr(tensor, "to_local"):
         problem = f"a {type(tensor).__name__} cannot be sent; pass its local tensor"
         refuse(operation, axis, origin, problem)
-    if tensor.layout != torch.strided:
+    if tensor.layout != _STRIDED:
         refuse(operation, axis, origin, f"a {tensor.layout} tensor cannot be sent; densify it")
     if not tensor.is_contiguous():
         problem = f"the tensor of shape {tuple(tensor.shape)} is not contiguous "
         problem = f"{problem}(strides {tensor.stride()}); call .contiguous()"
         refuse(operation, axis, origin, problem)
+    if tensor.is_neg() or tensor.is_conj():
+        problem = "the tensor is a negated or conjugated view, whose memory holds other values; "
+        refuse(operation, axis, origin, f"{problem}call .resolve_neg() or .resolve_conj()")
     if rows and tensor.ndim == 0:
-        refuse(operation, axis, origin, "the tensor is 0-dimensional and has no rows")
-    if tensor.device != axis.device:
-        problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
-        refuse(operation, axis, origin, f"{problem}; move it there")
-    if axis.process_group is None:
-        return GLOO
-    capabilities = capabilities_of(axis.backend, axis.device.type)
-    if capabilities is None:
+        problem = "the tensor is 0-dimensional and has no rows; use .view(1)"
+        refuse(operation, axis, origin, problem)
+    if writes:
+        check_written(operation, axis, origin, "the tensor", tensor)
+    able = axis.capabilities
+    if able is None:
         problem = f"backend {axis.backend!r} on {axis.device.type} is not supported"
-        refuse(operation, axis, origin, f"{problem}; known are {', '.join(TABLE)}")
-    if reduces and tensor.dtype not in capabilities.dtypes:
-        known = sorted(str(dtype).removeprefix("torch.") for dtype in capabilities.dtypes)
-        problem = f"{capabilities.backend} cannot reduce {tensor.dtype}; convert to one of "
-        refuse(operation, axis, origin, problem + ", ".join(known))
-    return capabilities
+        refuse(operation, axis, origin, f"{problem}; use one of {', '.join(TABLE)}")
+    if reduces and tensor.dtype not in able.reduces:
+        known = sorted(str(dtype).removeprefix("torch.") for dtype in able.reduces)
+        remedy = _REMEDIES.get(tensor.dtype, f"convert to one of {', '.join(known)}")
+        refuse(operation, axis, origin, f"{able.backend} cannot reduce {tensor.dtype}; {remedy}")
+    if tensor.device != axis.device:
+        if tensor.numel() == 1 and tensor.device.type != "meta":
+            return None
+        problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
+        remedy = "move it there (only single elements are carried there and back)"
+        refuse(operation, axis, origin, f"{problem}; {remedy}")
+    return able
+
+
+def check_written(
+    operation: str, axis: MeshAxis, origin: Origin, what: str, tensor: Tensor
+) -> None:
+    """Checks that autograd allows a tensor to be overwritten, by the rule of in-place operations.
+
+    Without it a graph that holds the tensor would silently differentiate other values.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        problem = f"{what} requires grad and would be overwritten outside of autograd; "
+        refuse(operation, axis, origin, f"{problem}call under torch.no_grad(), or pass .detach()")
 
 
 def check_op(
@@ -74,7 +134,8 @@ def check_op(
     if op not in known:
         refuse(operation, axis, origin, f"op {op!r} is unknown; use one of {', '.join(known)}")
     if op == "avg" and not dtype.is_floating_point:
-        refuse(operation, axis, origin, f"the average of {dtype} is not defined; use op='sum'")
+        problem = f"the average of {dtype} is not defined; use op='sum', or convert to float32"
+        refuse(operation, axis, origin, problem)
 
 
 def check_coordinate(
@@ -119,6 +180,25 @@ def cut_rows(
     return shares
 
 
+def check_scratch(
+    operation: str,
+    axis: MeshAxis,
+    origin: Origin,
+    scratch: Tensor | None,
+    tensor: Tensor,
+    rows: int,
+) -> None:
+    """Checks that `scratch`, if it is given, can hold all of `tensor` but `rows` rows."""
+    if scratch is None:
+        return
+    needed = tensor.numel() - rows * tensor.shape[1:].numel()
+    fits = scratch.ndim == 1 and scratch.numel() >= needed and scratch.is_contiguous()
+    if not fits or scratch.dtype != tensor.dtype or scratch.device != tensor.device:
+        problem = f"scratch is {scratch.dtype} on {scratch.device} of shape {tuple(scratch.shape)}"
+        problem = f"{problem}; expected a 1-D {tensor.dtype} on {tensor.device} of at least "
+        refuse(operation, axis, origin, f"{problem}{needed} elements")
+
+
 def make_output(
     operation: str,
     axis: MeshAxis,
@@ -126,11 +206,47 @@ def make_output(
     output: Tensor | None,
     rows: int,
     tensor: Tensor,
+    place: Callable[[], int] | None = None,
 ) -> Tensor:
-    """`output` once it is checked to fit, or a new tensor of `rows` rows like `tensor`'s."""
+    """`output` once it is checked to fit, or a new tensor of `rows` rows like `tensor`'s.
+
+    Args:
+        place: the row at which the smaller of the two may lie in the larger; None when they may
+            not share memory at all.
+    """
     shape = (rows, *tensor.shape[1:])
     if output is None:
         return tensor.new_empty(shape)
+    # As in check_tensor: one conjunction, and the reasons afterwards.
+    if not (
+        isinstance(output, Tensor)
+        and output.shape == shape
+        and output.dtype is tensor.dtype
+        and output.device == tensor.device
+        and output.is_contiguous()
+        and not output.requires_grad
+    ):
+        _examine_output(operation, axis, origin, output, shape, tensor)
+    # Tensors without memory, empty ones and those on the meta device, are at address 0.
+    first, second = tensor.data_ptr(), output.data_ptr()
+    if first and second and first < second + output.nbytes and second < first + tensor.nbytes:
+        row = tensor.shape[1:].numel() * tensor.element_size()
+        if place is None or abs(first - second) != place() * row:
+            problem = "output shares memory with the tensor, at another place than its share's; "
+            refuse(operation, axis, origin, f"{problem}give it memory of its own")
+    return output
+
+
+def _examine_output(
+    operation: str,
+    axis: MeshAxis,
+    origin: Origin,
+    output: Tensor,
+    shape: tuple[int, ...],
+    tensor: Tensor,
+) -> None:
+    if not isinstance(output, Tensor):
+        refuse(operation, axis, origin, f"output must be a tensor, got {type(output).__name__}")
     if output.shape != shape:
         found = tuple(output.shape)
         refuse(operation, axis, origin, f"output has shape {found}, the result has {shape}")
@@ -140,4 +256,25 @@ def make_output(
     if not output.is_contiguous():
         problem = f"output of shape {shape} is not contiguous (strides {output.stride()}); "
         refuse(operation, axis, origin, f"{problem}give a contiguous view")
-    return output
+    check_written(operation, axis, origin, "output", output)
+
+
+def refuse_overlaps(
+    operation: str,
+    axis: MeshAxis,
+    origin: Origin,
+    *,
+    written: Sequence[Tensor],
+    read: Sequence[Tensor],
+) -> None:
+    """Checks that no written tensor shares memory with another tensor of the call."""
+    extents = [(t.data_ptr(), t.data_ptr() + t.nbytes, True) for t in written if t.nbytes]
+    extents += [(t.data_ptr(), t.data_ptr() + t.nbytes, False) for t in read if t.nbytes]
+    extents = sorted(extent for extent in extents if extent[0])  # 0: no memory, on meta
+    end, end_is_written = 0, False
+    for first, last, is_written in extents:
+        if first < end and (is_written or end_is_written):
+            problem = "a tensor that is received shares memory with another of the call; "
+            refuse(operation, axis, origin, f"{problem}give it memory of its own")
+        if last > end:
+            end, end_is_written = last, is_written

@@ -1,6 +1,7 @@
 """Every collective of the project, on plain tensors.
 
-With `uneven`, which it uses, this is the only caller of torch.distributed's communication.
+With `uneven`, which it uses, and `transfers`, this is the only caller of torch.distributed's
+communication.
 
 Each function checks its arguments, issues an asynchronous call and returns a `Handle`.
 Nothing is valid before `Handle.wait()`: some backends write results only there. Backends
@@ -11,8 +12,16 @@ An axis of size 1 has no group: its collectives copy locally, send nothing and a
 entered in the ledger. The same holds for messages without elements, but for an all-to-all:
 a rank cannot know whether the others' shares are empty too.
 
-An average is a sum that `wait()` divides by the axis size. Types a backend does not know are
-moved as bytes.
+An average is a sum that `wait()` divides by the axis size, so the sum must not overflow the
+type. Types a backend does not know are moved as bytes, and not reduced.
+
+Autograd does not see any of this. A tensor that a collective overwrites is treated as by an
+in-place operation: where it requires grad, the call is refused unless grad mode is off, and
+graphs that have saved it notice the change. `output` is the caller's own buffer; only the
+refusal applies to it.
+
+A single element on another device than the axis's, such as a norm on the CPU, is carried to
+the axis's device, and the result back to the tensor's.
 """
 
 from __future__ import annotations
@@ -28,15 +37,17 @@ from torch import Tensor
 from hp_platform.arguments import (
     check_coordinate,
     check_op,
+    check_scratch,
     check_shares,
     check_tensor,
     cut_rows,
     make_output,
 )
 from hp_platform.axis import MeshAxis
-from hp_platform.capabilities import Capabilities
+from hp_platform.direct import prepare_direct_all_gather, prepare_direct_reduce_scatter
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
+from hp_platform.staging import brought_back, carried, copied, overwritten, plain, transportable
 from hp_platform.uneven import (
     all_gather_even,
     prepare_all_gather,
@@ -63,6 +74,8 @@ _OPS = {
     "max": dist.ReduceOp.MAX,
     "min": dist.ReduceOp.MIN,
 }
+_ALL_OPS = tuple(_OPS)
+_SUMS = ("sum", "avg")
 
 
 def all_gather(
@@ -85,36 +98,50 @@ def all_gather(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_gather"
-    able = check_tensor(name, tensor, axis, origin, reduces=False, rows=True)
+    able = check_tensor(name, tensor, axis, origin, rows=True)
     rows = tensor.shape[0]
-    if sizes is None:
-        shares: tuple[int, ...] = (rows,) * axis.size
-    else:
+    shares: Sequence[int] | None = None
+    total = rows * axis.size
+    if sizes is not None:
         shares = check_shares(name, axis, origin, "sizes", sizes)
         if shares[axis.rank] != rows:
             problem = f"sizes says {shares[axis.rank]} rows for this coordinate, the tensor has "
             refuse(name, axis, origin, f"{problem}{rows}")
-    total = sum(shares)
-    result = make_output(name, axis, origin, output, total, tensor)
+        total = sum(shares)
+        if shares.count(rows) == axis.size:
+            shares = None
+    result = make_output(
+        name, axis, origin, output, total, tensor,
+        lambda: sum(shares[: axis.rank]) if shares is not None else axis.rank * rows,
+    )  # fmt: skip
     group = axis.process_group
-    if group is None or total == 0 or result.numel() == 0:
-        return Handle(_copied(tensor, result))
-    source, target = _transportable(tensor, able), _transportable(result, able)
+    if group is None or not result.numel():
+        return Handle(copied(tensor, result))
+    if able is None:
+        staged = all_gather(carried(tensor, axis), axis, sizes=sizes, origin=origin)
+        return brought_back(staged, result)
+    source, target = transportable(tensor, able), transportable(result, able)
     tensors, size = (tensor, result), result.nbytes
-    if shares.count(rows) == axis.size:
-
-        def start() -> list[Any]:
-            return [all_gather_even(target, source, group=group, async_op=True)]
-
-        return issue(name, axis, origin, start, result, size, tensors, dtype=tensor.dtype)
+    if shares is None:
+        if able.direct:
+            call = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
+            return issue(
+                name, axis, origin, call.start, result, size, tensors, tensor.dtype,
+                call.keep, call.finish,
+            )  # fmt: skip
+        return issue(
+            name, axis, origin,
+            lambda: (all_gather_even(target, source, group=group, async_op=True),),
+            result, size, tensors, tensor.dtype,
+        )  # fmt: skip
     flat = target.view(-1)
     lengths = [flat.numel() // total * share for share in shares]
     call = prepare_all_gather(
         able.uneven_all_gather, source.view(-1), flat, lengths, axis.rank, group
     )
     return issue(
-        name, axis, origin, call.start, result, size, tensors,
-        dtype=tensor.dtype, keep=call.keep, finish=call.finish,
+        name, axis, origin, call.start, result, size, tensors, tensor.dtype, call.keep,
+        call.finish, shares,
     )  # fmt: skip
 
 
@@ -125,47 +152,78 @@ def reduce_scatter(
     output: Tensor | None = None,
     sizes: Sequence[int] | None = None,
     op: str = "sum",
+    scratch: Tensor | None = None,
     origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Reduces the ranks' tensors and gives coordinate r its rows of dim 0.
 
     Args:
-        tensor: [all rows, ...], contiguous; left as it is.
-        output: contiguous tensor, [this coordinate's rows, ...], that receives the result.
+        tensor: [all rows, ...], contiguous; left as it is. It may be read until `wait()` returns.
+        output: contiguous tensor, [this coordinate's rows, ...], that receives the result. It
+            may be the part of `tensor` that this coordinate gets, which is then overwritten.
         sizes: rows of every coordinate, zeros allowed; equal when omitted.
         op: "sum" or "avg".
+        scratch: 1-D memory of `tensor`'s type for all its rows but this coordinate's, left alone
+            until `wait()` returns. Some backends need it and take new memory if none is given.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "reduce_scatter"
-    able = check_tensor(name, tensor, axis, origin, reduces=True, rows=True)
-    check_op(name, axis, origin, op, ("sum", "avg"), tensor.dtype)
-    shares = cut_rows(name, axis, origin, "sizes", sizes, tensor)
-    result = make_output(name, axis, origin, output, shares[axis.rank], tensor)
+    able = check_tensor(name, tensor, axis, origin, True, True)
+    if op != "sum":
+        check_op(name, axis, origin, op, _SUMS, tensor.dtype)
+    rank, rows, shares = axis.rank, tensor.shape[0] // axis.size, None
+    if sizes is not None or rows * axis.size != tensor.shape[0]:
+        shares = cut_rows(name, axis, origin, "sizes", sizes, tensor)
+        rows = shares[rank]
+        if shares.count(rows) == axis.size:
+            shares = None
+    result = make_output(
+        name, axis, origin, output, rows, tensor,
+        lambda: rank * rows if shares is None else sum(shares[:rank]),
+    )  # fmt: skip
+    check_scratch(name, axis, origin, scratch, tensor, result.shape[0])
     group = axis.process_group
-    if group is None or tensor.numel() == 0:
-        return Handle(_copied(tensor, result))
-    source, target = _plain(tensor), _plain(result)
+    if group is None or not tensor.numel():
+        return Handle(copied(tensor, result))
+    if able is None:
+        staged = reduce_scatter(carried(tensor, axis), axis, sizes=sizes, op=op, origin=origin)
+        return brought_back(staged, result)
+    source, target = plain(tensor), plain(result)
     tensors, size = (tensor, result), tensor.nbytes
-    if shares.count(shares[0]) == axis.size:
-
-        def start() -> list[Any]:
-            return [reduce_scatter_even(target, source, group=group, async_op=True)]
-
-        finish = _then_average(op, target, axis.size)
+    if shares is None:
+        if able.direct:
+            call = prepare_direct_reduce_scatter(
+                source.view(-1), target.view(-1), rank, group, scratch
+            )
+            finish = _then_average(op, target, axis.size, call.finish)
+            return issue(
+                name,
+                axis,
+                origin,
+                call.start,
+                result,
+                size,
+                tensors,
+                tensor.dtype,
+                call.keep,
+                finish,
+            )
         return issue(
-            name, axis, origin, start, result, size, tensors, dtype=tensor.dtype, finish=finish
-        )
+            name, axis, origin,
+            lambda: (reduce_scatter_even(target, source, group=group, async_op=True),),
+            result, size, tensors, tensor.dtype, (), _then_average(op, target, axis.size),
+        )  # fmt: skip
     flat = source.view(-1)
     lengths = [flat.numel() // tensor.shape[0] * share for share in shares]
     call = prepare_reduce_scatter(
-        able.uneven_reduce_scatter, flat, target.view(-1), lengths, axis.rank, group
+        able.uneven_reduce_scatter, flat, target.view(-1), lengths, rank, group
     )
     finish = _then_average(op, target, axis.size, call.finish)
     return issue(
-        name, axis, origin, call.start, result, size, tensors,
-        dtype=tensor.dtype, keep=call.keep, finish=finish,
+        name, axis, origin, call.start, result, size, tensors, tensor.dtype, call.keep, finish,
+        shares,
     )  # fmt: skip
 
 
@@ -182,20 +240,20 @@ def all_reduce(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_reduce"
-    check_tensor(name, tensor, axis, origin, reduces=True)
-    check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
+    able = check_tensor(name, tensor, axis, origin, True, False, True)
+    if op != "sum":
+        check_op(name, axis, origin, op, _ALL_OPS, tensor.dtype)
     group = axis.process_group
-    if group is None or tensor.numel() == 0:
+    if group is None or not tensor.numel():
         return Handle(tensor)
-    target = _plain(tensor)
-
-    def start() -> list[Any]:
-        return [dist.all_reduce(target, op=_OPS[op], group=group, async_op=True)]
-
-    finish = _then_average(op, target, axis.size)
+    if able is None:
+        staged = all_reduce(carried(tensor, axis), axis, op=op, origin=origin)
+        return brought_back(staged, tensor)
+    target = overwritten(tensor)
     return issue(
-        name, axis, origin, start, tensor, tensor.nbytes, (tensor,),
-        dtype=tensor.dtype, finish=finish,
+        name, axis, origin,
+        lambda: (dist.all_reduce(target, op=_OPS[op], group=group, async_op=True),),
+        tensor, tensor.nbytes, (tensor,), tensor.dtype, (), _then_average(op, target, axis.size),
     )  # fmt: skip
 
 
@@ -212,17 +270,20 @@ def broadcast(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "broadcast"
-    able = check_tensor(name, tensor, axis, origin, reduces=False)
+    able = check_tensor(name, tensor, axis, origin, writes=True)
     check_coordinate(name, axis, origin, "source", source)
     group = axis.process_group
-    if group is None or tensor.numel() == 0:
+    if group is None or not tensor.numel():
         return Handle(tensor)
-    target = _transportable(tensor, able)
-
-    def start() -> list[Any]:
-        return [dist.broadcast(target, group_src=source, group=group, async_op=True)]
-
-    return issue(name, axis, origin, start, tensor, tensor.nbytes, (tensor,), dtype=tensor.dtype)
+    if able is None:
+        staged = broadcast(carried(tensor, axis), axis, source=source, origin=origin)
+        return brought_back(staged, tensor)
+    target = transportable(overwritten(tensor), able)
+    return issue(
+        name, axis, origin,
+        lambda: (dist.broadcast(target, group_src=source, group=group, async_op=True),),
+        tensor, tensor.nbytes, (tensor,), tensor.dtype, parts=source,
+    )  # fmt: skip
 
 
 def reduce(
@@ -247,21 +308,24 @@ def reduce(
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "reduce"
-    check_tensor(name, tensor, axis, origin, reduces=True)
-    check_op(name, axis, origin, op, tuple(_OPS), tensor.dtype)
+    able = check_tensor(name, tensor, axis, origin, True, False, True)
+    if op != "sum":
+        check_op(name, axis, origin, op, _ALL_OPS, tensor.dtype)
     check_coordinate(name, axis, origin, "destination", destination)
     group = axis.process_group
-    if group is None or tensor.numel() == 0:
+    if group is None or not tensor.numel():
         return Handle(tensor)
-    target = _plain(tensor)
-
-    def start() -> list[Any]:
-        return [dist.reduce(target, group_dst=destination, op=_OPS[op], group=group, async_op=True)]
-
+    if able is None:
+        staged = reduce(carried(tensor, axis), axis, destination=destination, op=op, origin=origin)
+        return brought_back(staged, tensor)
+    target = overwritten(tensor)
     finish = _then_average(op, target, axis.size) if axis.rank == destination else None
     return issue(
-        name, axis, origin, start, tensor, tensor.nbytes, (tensor,),
-        dtype=tensor.dtype, finish=finish,
+        name, axis, origin,
+        lambda: (
+            dist.reduce(target, group_dst=destination, op=_OPS[op], group=group, async_op=True),
+        ),
+        tensor, tensor.nbytes, (tensor,), tensor.dtype, (), finish, destination,
     )  # fmt: skip
 
 
@@ -282,43 +346,49 @@ def all_to_all(
         tensor: [rows, ...], contiguous: blocks along dim 0 in coordinate order.
         input_sizes: rows sent to every coordinate; output_sizes: rows received from each.
             Both or neither: without them all blocks are equal.
-        output: contiguous tensor, [received rows, ...], that receives the result.
+        output: contiguous tensor, [received rows, ...], that receives the result; not in the
+            memory of `tensor`.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
     """
     name = "all_to_all"
-    able = check_tensor(name, tensor, axis, origin, reduces=False, rows=True)
+    able = check_tensor(name, tensor, axis, origin, rows=True)
     if (input_sizes is None) != (output_sizes is None):
         refuse(name, axis, origin, "give both input_sizes and output_sizes, or neither")
-    sent = cut_rows(name, axis, origin, "input_sizes", input_sizes, tensor)
-    received = sent
-    if output_sizes is not None:
-        received = check_shares(name, axis, origin, "output_sizes", output_sizes)
-    if sent[axis.rank] != received[axis.rank]:
-        problem = f"this coordinate sends itself {sent[axis.rank]} rows but expects "
-        refuse(name, axis, origin, f"{problem}{received[axis.rank]}")
-    result = make_output(name, axis, origin, output, sum(received), tensor)
+    rows = tensor.shape[0]
+    into: list[int] | None = None  # without lengths the backend takes equal blocks
+    out_of: list[int] | None = None
+    if input_sizes is not None or rows % axis.size:
+        out_of = list(cut_rows(name, axis, origin, "input_sizes", input_sizes, tensor))
+    if output_sizes is not None and out_of is not None:
+        into = list(check_shares(name, axis, origin, "output_sizes", output_sizes))
+        if out_of[axis.rank] != into[axis.rank]:
+            problem = f"this coordinate sends itself {out_of[axis.rank]} rows but expects "
+            refuse(name, axis, origin, f"{problem}{into[axis.rank]}")
+        rows = sum(into)
+    result = make_output(name, axis, origin, output, rows, tensor)
     group = axis.process_group
     if group is None:
-        return Handle(_copied(tensor, result))
-    source, target = _transportable(tensor, able), _transportable(result, able)
-    # Lengths count in units of dim 0, which bytes have lost.
-    row_shape = tensor.shape[1:]
+        return Handle(copied(tensor, result))
+    if able is None:
+        staged = all_to_all(
+            carried(tensor, axis), axis,
+            input_sizes=input_sizes, output_sizes=output_sizes, origin=origin,
+        )  # fmt: skip
+        return brought_back(staged, result)
+    source, target = transportable(tensor, able), transportable(result, able)
     if source.dtype != tensor.dtype:
-        unit = row_shape.numel() * tensor.element_size()
+        # Lengths count in units of dim 0, which bytes have lost.
+        unit = tensor.shape[1:].numel() * tensor.element_size()
         source, target = source.view(tensor.shape[0], unit), target.view(result.shape[0], unit)
-
-    def start() -> list[Any]:
-        return [
-            dist.all_to_all_single(
-                target, source, list(received), list(sent), group=group, async_op=True
-            )
-        ]
-
     return issue(
-        name, axis, origin, start, result, tensor.nbytes, (tensor, result), dtype=tensor.dtype
-    )
+        name, axis, origin,
+        lambda: (
+            dist.all_to_all_single(target, source, into, out_of, group=group, async_op=True),
+        ),
+        result, tensor.nbytes, (tensor, result), tensor.dtype, parts=out_of,
+    )  # fmt: skip
 
 
 def gather_objects(value: Any, axis: MeshAxis, *, origin: Origin = NOBODY) -> list[Any]:
@@ -383,20 +453,3 @@ def _then_average(
         target.div_(size)
 
     return finish
-
-
-def _copied(source: Tensor, target: Tensor) -> Tensor:
-    if target.numel() and target.data_ptr() != source.data_ptr():
-        _plain(target).copy_(_plain(source))
-    return target
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """The same storage outside autograd: communication is never part of a graph."""
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
-def _transportable(tensor: Tensor, able: Capabilities) -> Tensor:
-    """The same storage outside autograd, as flat bytes where the backend lacks the type."""
-    plain = _plain(tensor)
-    return plain if tensor.dtype in able.dtypes else plain.view(-1).view(torch.uint8)

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from hp_platform.axis import MeshAxis
 from hp_platform.errors import CollectiveError, PeerError
-from hp_platform.ledger import Entries, Origin, enter_completion, enter_issue, enter_wait
+from hp_platform.ledger import (
+    Entries,
+    Origin,
+    enter_completion,
+    enter_issue,
+    enter_start,
+    enter_wait,
+)
+from hp_platform.traffic import Parts
 
 T = TypeVar("T")
 
@@ -25,9 +33,17 @@ _logger = logging.getLogger("hp_platform")
 class Handle(Generic[T]):
     """A collective in flight.
 
-    Keeps every tensor the call reads or writes alive until `wait()` has returned, so callers
-    may drop theirs. A handle that is dropped without `wait()` warns, naming who asked, and
-    waits: its buffers must not be reused while the backend still works on them.
+    The rules of its life:
+
+    - Nothing is valid before `wait()`: neither may the result be read nor may any tensor of the
+      call be written. Backends differ in how much of this they forgive.
+    - `wait()` may be called again and returns the same result, or raises the same error.
+    - The handle keeps every tensor that the call reads or writes alive until `wait()` has
+      returned, so callers may drop theirs.
+    - A handle that is dropped without `wait()` warns, naming who asked, and waits: the result
+      reaches the caller's `output` if one was given, and no buffer is used again while the
+      backend still works on it. One that is left when the interpreter ends is named as well,
+      but no longer waited for.
 
     Attributes:
         done: whether `wait()` has nothing left to do.
@@ -51,14 +67,14 @@ class Handle(Generic[T]):
         self,
         result: T,
         works: Sequence[Any] = (),
-        *,
         operation: str = "",
         axis: MeshAxis | None = None,
         origin: Origin = NOBODY,
         keep: Sequence[Tensor] = (),
-        finish: Callable[[], None] | None = None,
+        finish: Callable[[], object] | None = None,
         entries: Entries = (),
     ) -> None:
+        self.done = axis is None
         self._result = result
         self._works = works
         self._operation = operation
@@ -68,7 +84,6 @@ class Handle(Generic[T]):
         self._finish = finish
         self._entries = entries
         self._error: PeerError | None = None
-        self.done = axis is None
 
     def wait(self) -> T:
         """Returns the result once it is valid; further calls return it again.
@@ -78,13 +93,10 @@ class Handle(Generic[T]):
         Raises:
             PeerError: the backend failed, with operation, axis and origin named.
         """
-        if self._error is not None:
-            raise self._error
-        if not self.done:
-            self._settle()
-        return self._result
-
-    def _settle(self) -> None:
+        if self.done:
+            if self._error is not None:
+                raise self._error
+            return self._result
         if self._entries:
             enter_wait(self._entries)
         try:
@@ -95,31 +107,48 @@ class Handle(Generic[T]):
             self.done = True
             self._error = peer_error(self._operation, self._axis, self._origin, error)
             raise self._error from error
-        if self._finish is not None:
-            self._finish()
+        # Taken away first: a second thread that waits must not divide an average again.
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
         self.done = True
-        self._works, self._keep, self._finish = (), (), None
+        self._works = self._keep = ()
         if self._entries:
             enter_completion(self._entries)
+        return self._result
+
+    def delivering(self, result: T, deliver: Callable[[], object]) -> Handle[T]:
+        """This handle, whose `wait()` now also calls `deliver` and then returns `result`."""
+        self._result = result
+        before = self._finish
+        if self.done:
+            deliver()
+        elif before is None:
+            self._finish = deliver
+        else:
+            self._finish = lambda: (before(), deliver())
+        return self
 
     def __repr__(self) -> str:
         state = "done" if self.done else "in flight"
         return f"<Handle {self._operation} {state}, asked by {self._origin}>"
 
     def __del__(self) -> None:
-        # At exit the peers may be gone, and waiting would turn an error into a hang.
-        if getattr(self, "done", True) or self._axis is None or sys.is_finalizing():
+        # An error in __init__ leaves no `done`.
+        if getattr(self, "done", True) or self._axis is None:
             return
-        message = (
-            f"the handle of {where(self._operation, self._axis, self._origin)} was dropped "
-            "without wait(); its result is lost. Keep the handle and call wait()"
-        )
+        dropped = f"the handle of {where(self._operation, self._axis, self._origin)} was dropped"
+        if sys.is_finalizing():
+            # The peers may be gone, and waiting would turn an end, or an error, into a hang.
+            print(f"{dropped} at exit without wait(); its result is lost", file=sys.stderr)
+            return
+        message = f"{dropped} without wait(); its result is lost. Keep the handle and call wait()"
         # ResourceWarning is hidden by Python's default filters; the log line is not.
         _logger.warning(message)
         try:
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
         finally:
-            self._settle()
+            self.wait()
 
 
 def issue(
@@ -129,11 +158,11 @@ def issue(
     start: Callable[[], Sequence[Any]],
     result: T,
     size: int,
-    tensors: Sequence[Tensor],
-    *,
+    tensors: tuple[Tensor, ...],
     dtype: torch.dtype | None = None,
-    keep: Sequence[Tensor] = (),
-    finish: Callable[[], None] | None = None,
+    keep: tuple[Tensor, ...] = (),
+    finish: Callable[[], object] | None = None,
+    parts: Parts = None,
 ) -> Handle[T]:
     """Enters a collective in the ledger, makes it, and wraps what is then in flight.
 
@@ -144,8 +173,9 @@ def issue(
         tensors: the caller's tensors, whose alignment the ledger shows.
         keep: tensors of ours that must outlive the call.
         finish: runs once in `wait()`, after the backend's.
+        parts: how the message divides between the coordinates, for the ledger.
     """
-    entries = enter_issue(operation, axis, size, tensors, dtype, origin)
+    entries = enter_issue(operation, axis, size, tensors, dtype, origin, parts)
     try:
         works = start()
     except RuntimeError as error:
@@ -153,16 +183,11 @@ def issue(
             raise peer_error(operation, axis, origin, error) from error
         message = f"{where(operation, axis, origin)}: the backend refused the call: {error}"
         raise CollectiveError(message) from error
-    return Handle(
-        result,
-        works,
-        operation=operation,
-        axis=axis,
-        origin=origin,
-        keep=(*tensors, *keep),
-        finish=finish,
-        entries=entries,
-    )
+    if entries:
+        enter_start(entries)
+    if keep:
+        tensors += keep
+    return Handle(result, works, operation, axis, origin, tensors, finish, entries)
 
 
 def _tells_of_a_peer(error: RuntimeError) -> bool:
