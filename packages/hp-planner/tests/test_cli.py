@@ -58,7 +58,7 @@ def test_overrides_and_options_reach_the_planner(capsys, tmp_path):
     ("arguments", "text"),
     [
         (["phi3", "--mesh", "tp=2", "--set", "num_hidden_layers=1"], "fused q, k and v"),
-        (["qwen3", "--mesh", "tp=2,ep=2", "--set", *SMALL], "expert parallelism"),
+        (["qwen3", "--mesh", "tp=2,ep=2", "--set", *SMALL], "fused experts to share"),
         (["qwen3", "--mesh", "tp=3", "--set", *SMALL], "2 key/value heads"),
         (["qwen3", "--mesh", "tp=2", "--set", *SMALL, "--overrides", "/nowhere.yaml"], "nowhere"),
     ],

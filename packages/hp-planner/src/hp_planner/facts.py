@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
-from hp_dtensor.placements import describe
+from hp_dtensor.placements import Replicate, describe
 from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, ShardingPlan
 from hp_planner.boundaries import Boundary, group_boundaries, infer_boundary_types
 from hp_planner.graph import ModuleGraph, is_inside
@@ -68,13 +68,13 @@ def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
     boundaries = infer_boundary_types(graph, groups)
     size = plan.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in plan.mesh.axis_names else 1
     layers = [s for s in plan.boundaries if s.kind is BoundaryKind.LAYER]
-    streams = {tensor.outside for spec in layers for tensor in spec.outputs}
+    streams = {t.outside.placement(TENSOR_AXIS) for spec in layers for t in spec.outputs}
     return Facts(
         graph=graph,
         plan=plan,
         boundaries=boundaries,
         local=_local(plan),
-        sequence_parallel=not layers or streams != {Contract()},
+        sequence_parallel=not layers or streams != {Replicate()},
         size=size,
     )
 
@@ -86,6 +86,8 @@ def _local(plan: ShardingPlan) -> frozenset[str]:
     for spec in plan.boundaries:
         flow = [t for t in (*spec.inputs, *spec.outputs) if not t.plain]
         if spec.kind in (BoundaryKind.MODEL, BoundaryKind.POSITION) or not flow:
+            continue
+        if spec.region is not None and spec.region.function:
             continue
         if any(tensor.inside != Contract() for tensor in flow):
             continue

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from torch import nn
 
 from hp_dtensor.plan import ShardingPlan
+from hp_planner.axis_checks import check_context, check_experts
 from hp_planner.code_checks import check_code
 from hp_planner.facts import Facts, Violation, read_facts
 from hp_planner.folding import fold
@@ -33,7 +34,7 @@ def lint(model: nn.Module | ModuleGraph, plan: ShardingPlan) -> tuple[Violation,
     """Pass 6: every violation of a plan for a model; empty when there is none."""
     graph = model if isinstance(model, ModuleGraph) else read_module(model)
     facts = read_facts(graph, plan)
-    checks: tuple[Check, ...] = (check_coverage, check_axes)
+    checks: tuple[Check, ...] = (check_coverage, check_axes, check_experts, check_context)
     if facts.size > 1:
         checks += (
             check_structure,

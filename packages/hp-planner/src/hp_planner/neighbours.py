@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from hp_dtensor.plan import BoundaryKind, Contract
+from hp_planner.axis_specs import without_axis
 from hp_planner.facts import Facts, Violation, show_contract
+from hp_planner.settings import CONTEXT_AXIS
 
 
 def check_neighbours(facts: Facts) -> Iterator[Violation]:
     """What one boundary gives is what the next takes, gradient included, along the stream."""
     for giver, given, taker, taken in _edges(facts):
-        if given != taken:
+        if _sides(facts, giver, given) != _sides(facts, giver, taken):
             yield Violation(
                 "neighbours",
                 taker,
@@ -20,6 +22,14 @@ def check_neighbours(facts: Facts) -> Iterator[Violation]:
                 show_contract(taken),
                 "make both sides of the exchange agree",
             )
+
+
+def _sides(facts: Facts, giver: str, contract: Contract) -> Contract:
+    """What can be compared: inside a block of experts the sequence has no static contract."""
+    spec = facts.specs.get(giver)
+    if spec is None or spec.kind is not BoundaryKind.MOE:
+        return contract
+    return without_axis(contract, CONTEXT_AXIS)
 
 
 Edge = tuple[str, Contract, str, Contract]

@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 TENSOR_AXIS = "tp"
-MODEL_AXES = (TENSOR_AXIS, "ep", "cp")
+EXPERT_AXIS = "ep"
+CONTEXT_AXIS = "cp"
+MODEL_AXES = (TENSOR_AXIS, EXPERT_AXIS, CONTEXT_AXIS)
 DATA_AXES = ("dp_replicate", "dp_shard")
-LATER_AXES = {"ep": "expert parallelism", "cp": "context parallelism"}
 
 
 @frozen
@@ -24,7 +25,7 @@ class Settings:
     """Mesh and options, checked when made.
 
     Raises:
-        PlanError: an axis has an unknown name, or `ep` or `cp` is larger than 1.
+        PlanError: an axis has an unknown name.
     """
 
     mesh: AbstractMesh
@@ -38,17 +39,24 @@ class Settings:
                 f"mesh ({self.mesh}): unknown axes {', '.join(unknown)}; the planner knows "
                 f"{', '.join(known)}. Name the axes of the mesh so"
             )
-        for axis, meaning in LATER_AXES.items():
-            if axis in self.mesh.axis_names and self.mesh.size(axis) > 1:
-                raise PlanError(
-                    f"mesh axis {axis!r} has size {self.mesh.size(axis)}: {meaning} is not "
-                    f"planned yet; use size 1 or leave the axis out"
-                )
 
     @property
     def tensor_size(self) -> int:
         """Ranks of the tensor-parallel axis; 1 where the mesh has none."""
-        return self.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in self.mesh.axis_names else 1
+        return self._size(TENSOR_AXIS)
+
+    @property
+    def expert_size(self) -> int:
+        """Ranks among which experts are shared; 1 where the mesh has no such axis."""
+        return self._size(EXPERT_AXIS)
+
+    @property
+    def context_size(self) -> int:
+        """Ranks among which sequences are shared; 1 where the mesh has no such axis."""
+        return self._size(CONTEXT_AXIS)
+
+    def _size(self, axis: str) -> int:
+        return self.mesh.size(axis) if axis in self.mesh.axis_names else 1
 
     @property
     def model_axes(self) -> tuple[str, ...]:

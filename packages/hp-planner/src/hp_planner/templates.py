@@ -33,6 +33,8 @@ from hp_dtensor.plan import (
     sharded,
 )
 from hp_planner.boundaries import Boundary
+from hp_planner.context_axis import add_context_axis
+from hp_planner.expert_axis import add_expert_axis
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside
 from hp_planner.heads import OUTPUT, child
 from hp_planner.roles import DOWN, NO_TEMPLATE, Role, RoleAssignment
@@ -155,7 +157,7 @@ def instantiate_templates(
         if member.name not in aliases
     }
     specs = {spec.module: spec for draft in drafts for spec in draft.specs}
-    return ShardingPlan(
+    made = ShardingPlan(
         model=graph.model,
         mesh=settings.mesh,
         model_axes=settings.model_axes,
@@ -163,6 +165,8 @@ def instantiate_templates(
         boundaries=tuple(specs[node.name] for node in graph.modules if node.name in specs),
         tied=graph.tied,
     )
+    with_experts = add_expert_axis(graph, boundaries, settings, local, made)
+    return add_context_axis(graph, boundaries, settings, local, with_experts)
 
 
 def _unnamed_local(context: Context) -> tuple[Boundary, ...]:

@@ -1,0 +1,155 @@
+"""Context parallelism over `cp`: hidden states stay sharded along the sequence in every layer.
+
+As with sequence parallelism the embedding's output is whole, because models count positions from
+its length; the first layer takes this rank's part, the final norm's output is gathered. Every
+parameter in between sees a part of the sequence, so its gradient is a partial sum. Attention needs
+the keys and values of all positions and gathers them inside an opaque region; a block that is
+left whole by an override gets the whole sequence instead. Blocks with experts flatten batch and
+sequence, for which there is no static contract, so they are opaque too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import evolve
+from torch.distributed.tensor import Partial, Shard
+
+from hp_dtensor.plan import (
+    BoundaryKind,
+    BoundarySpec,
+    BoundaryTensor,
+    Contract,
+    ParameterSpec,
+    Region,
+    RegionKind,
+    ShardingPlan,
+)
+from hp_planner.axis_specs import POSITIONS, blank_block, enclosing, is_whole, on_axis, replaced
+from hp_planner.boundaries import Boundary
+from hp_planner.graph import ModuleGraph, is_inside
+from hp_planner.settings import CONTEXT_AXIS, Settings
+
+GATHERED_ATTENTION = "hp_integration.regions:context_parallel"
+ON_SEQUENCE = (
+    BoundaryKind.LAYER,
+    BoundaryKind.NORM,
+    BoundaryKind.ATTENTION,
+    BoundaryKind.MLP,
+    BoundaryKind.MOE,
+)
+ATTENTION_REGION = Region(
+    RegionKind.OPAQUE, "keys and values are gathered inside, after rotary", GATHERED_ATTENTION
+)
+FLATTENED = Region(RegionKind.OPAQUE, "batch and a part of the sequence are flattened inside")
+
+
+def _part(contract: Contract) -> Contract:
+    """This rank's part of the sequence of [batch, sequence, ...]."""
+    return on_axis(contract, CONTEXT_AXIS, Shard(1))
+
+
+def add_context_axis(
+    graph: ModuleGraph,
+    boundaries: tuple[Boundary, ...],
+    settings: Settings,
+    local: frozenset[str],
+    plan: ShardingPlan,
+) -> ShardingPlan:
+    """The plan with placements on `cp`; as it is where that axis has one rank."""
+    if settings.context_size == 1:
+        return plan
+    layers = [b.module for b in boundaries if b.kind is BoundaryKind.LAYER]
+    specs = {spec.module: spec for spec in plan.boundaries}
+    for name, kind in _drawn_here(graph, boundaries, local, layers).items():
+        specs.setdefault(name, blank_block(graph.module(name), kind, "part of a layer"))
+    for name, spec in specs.items():
+        owner = enclosing(boundaries, name)
+        if owner is not None and _on_sequence(spec, owner, boundaries):
+            specs[name] = _cut(spec, name in local, bool(layers) and name == layers[0], layers)
+    parameters = [_parameter(spec, local, boundaries) for spec in plan.parameters]
+    return replaced(plan, graph, specs, parameters)
+
+
+def _drawn_here(
+    graph: ModuleGraph,
+    boundaries: tuple[Boundary, ...],
+    local: frozenset[str],
+    layers: list[str],
+) -> dict[str, BoundaryKind]:
+    """Boundaries that the sequence needs, whether or not tensor parallelism has drawn them."""
+    found = {
+        b.module: b.kind
+        for b in boundaries
+        if b.kind in ON_SEQUENCE
+        and (is_inside_any(b.module, layers) or b.kind in (BoundaryKind.LAYER, BoundaryKind.NORM))
+        and not any(is_inside(b.module, module) for module in local)
+        and not _in_experts_block(b, boundaries)
+    }
+    for name in local:
+        if is_inside_any(name, layers):
+            found.setdefault(name, BoundaryKind.MLP)
+    return {name: kind for name, kind in found.items() if kind is not None}
+
+
+def is_inside_any(name: str, modules: list[str]) -> bool:
+    return any(is_inside(name, module) for module in modules)
+
+
+def _in_experts_block(boundary: Boundary, boundaries: tuple[Boundary, ...]) -> bool:
+    return any(
+        b.kind is BoundaryKind.MOE and is_inside(boundary.module, b.module) for b in boundaries
+    )
+
+
+def _on_sequence(spec: BoundarySpec, owner: Boundary, boundaries: tuple[Boundary, ...]) -> bool:
+    """Whether the boundary exchanges hidden states of a layer; not so inside a block of experts,
+    where an opaque region hides the sequence."""
+    if spec.kind not in ON_SEQUENCE:
+        return False
+    return not _in_experts_block(evolve(owner, module=spec.module), boundaries)
+
+
+def _cut(spec: BoundarySpec, whole: bool, first: bool, layers: list[str]) -> BoundarySpec:
+    """The boundary's tensors on a part of the sequence: outside, and inside unless `whole`."""
+    final = spec.kind is BoundaryKind.NORM and not is_inside_any(spec.module, layers)
+    inside: Callable[[Contract], Contract] = (lambda contract: contract) if whole else _part
+
+    def entering(tensor: BoundaryTensor) -> BoundaryTensor:
+        if tensor.plain:
+            cut = spec.kind is BoundaryKind.ATTENTION and tensor.where in POSITIONS and not whole
+            return evolve(tensor, inside=_part(tensor.inside)) if cut else tensor
+        outside = tensor.outside if first else _part(tensor.outside)
+        return evolve(tensor, outside=outside, inside=inside(tensor.inside))
+
+    def leaving(tensor: BoundaryTensor) -> BoundaryTensor:
+        if tensor.plain:
+            return tensor
+        outside = tensor.outside if final else _part(tensor.outside)
+        return evolve(tensor, outside=outside, inside=inside(tensor.inside))
+
+    return evolve(
+        spec,
+        inputs=tuple(map(entering, spec.inputs)),
+        outputs=tuple(map(leaving, spec.outputs)),
+        region=spec.region if whole else _region(spec),
+    )
+
+
+def _region(spec: BoundarySpec) -> Region | None:
+    if spec.kind is BoundaryKind.MOE:
+        return FLATTENED
+    # An output projection with a boundary of its own lies inside the attention.
+    holds_attention = spec.kind is BoundaryKind.ATTENTION and len(spec.inputs) > 1
+    return ATTENTION_REGION if holds_attention else spec.region
+
+
+def _parameter(
+    spec: ParameterSpec, local: frozenset[str], boundaries: tuple[Boundary, ...]
+) -> ParameterSpec:
+    """On a part of the sequence a parameter's gradient is a summand."""
+    outside = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.MODEL)
+    owner = enclosing(boundaries, spec.boundary)
+    if owner is None or owner.kind in outside or is_whole(spec.boundary, local):
+        return spec
+    return evolve(spec, contract=on_axis(spec.contract, CONTEXT_AXIS, gradient=Partial()))
