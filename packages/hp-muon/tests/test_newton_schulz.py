@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hp_muon.errors import MuonError
 from hp_muon.coefficients import COEFFICIENTS
-from hp_muon.newton_schulz import newton_schulz
+from hp_muon.errors import MuonError
+from hp_muon.newton_schulz import newton_schulz, newton_schulz_operations
 
 NAMES = sorted(COEFFICIENTS)
 
@@ -157,3 +157,11 @@ def test_empty_input_gives_empty_output(shape):
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the names are those of x86")
 def test_pytorch_tells_by_these_names_whether_the_cpu_multiplies_bfloat16():
     assert {"avx512_bf16", "amx_bf16"} <= torch.cpu.get_capabilities().keys()
+
+
+def test_the_operations_count_the_products_on_the_small_side():
+    assert newton_schulz_operations(2, 3, 1, gram=False) == 4 * 4 * 3 + 2 * 8
+    direct = newton_schulz_operations(3, 2, 5, gram=False)
+    assert direct == 5 * newton_schulz_operations(2, 3, 1, gram=False)
+    # Two runs form a Gram matrix and apply their product; squares 5; the rest three times three.
+    assert newton_schulz_operations(2, 8, 5, gram=True) == 4 * (2 * 4 * 8) + 2 * 8 * (5 + 3 * 3)

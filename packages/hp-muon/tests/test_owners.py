@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_muon import MuonError
-from hp_muon.owners import newton_schulz_cost, replica_subgroups, share_out, spread
+from hp_muon.owners import replica_subgroups, share_out, spread
 from hp_platform import Topology
 
 COSTS = st.lists(st.floats(0.1, 100), max_size=40)
@@ -39,11 +39,6 @@ def test_runs_of_equal_matrices_hold_as_many_as_the_greedy_gives(count, loads):
         owners.count(coordinate) for coordinate in range(len(loads))
     ]
     assert bounds[-1] == count
-
-
-def test_the_cost_counts_the_products_on_the_small_side():
-    assert newton_schulz_cost(2, 3, 1) == 4 * 4 * 3 + 2 * 8
-    assert newton_schulz_cost(3, 2, 5) == 5 * newton_schulz_cost(2, 3, 1)
 
 
 @pytest.mark.parametrize(

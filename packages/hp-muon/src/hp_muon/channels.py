@@ -31,6 +31,10 @@ class Channels:
     def replica_axes(self, domain: Domain) -> tuple[MeshAxis, ...]:
         return self._by_domain[id(domain)][1]
 
+    def sharing_axes(self, domain: Domain, sharding: Sequence[int]) -> tuple[MeshAxis, ...]:
+        """The mesh axes `sharding` and the replica axes: who holds parts of one parameter."""
+        return (*(self._axis(domain, axis) for axis in sharding), *self.replica_axes(domain))
+
     def agree(self, plan: StepPlan) -> None:
         """Stops all ranks if their plans differ; silent where nothing is communicated.
 

@@ -87,6 +87,21 @@ class Geometry:
         return self.view.count
 
     @functools.cached_property
+    def numbers(self) -> Tensor:
+        """[count]: the numbers of the group's matrices among all of the parameter's."""
+        if not self.count:
+            return torch.empty(0, dtype=torch.int64)
+        runs = list(self.unions)
+        positions = [[p for start, stop in per_dim for p in range(start, stop)] for per_dim in runs]
+        if len(runs) < len(self.origin.shape):  # the first dims are seen as one
+            flattened = len(self.origin.shape) - len(runs) + 1
+            inner = math.prod(self.origin.shape[1:flattened])
+            outer = [p // inner for p in positions[0][::inner]]
+            inside = [list(range(length)) for length in self.origin.shape[1:flattened]]
+            positions = [outer, *inside, *positions[1:]]
+        return self.origin.matrix_numbers(positions)
+
+    @functools.cached_property
     def is_direct(self) -> bool:
         """Whether every piece is a block of rows and cols of every matrix."""
         plain = self.view.keeps_storage_order and self.flat_shape == self.view.shape
@@ -233,9 +248,7 @@ def _flatten(shape: tuple[int, ...], flat_dims: int) -> tuple[int, ...]:
     return (math.prod(shape[:flat_dims]), *shape[flat_dims:])
 
 
-def _unflatten(
-    flat_shape: tuple[int, ...], view: ResolvedView, flat_dims: int
-) -> tuple[int, ...]:
+def _unflatten(flat_shape: tuple[int, ...], view: ResolvedView, flat_dims: int) -> tuple[int, ...]:
     if flat_dims <= 1:
         return flat_shape
     inner = view.shape[1:flat_dims]

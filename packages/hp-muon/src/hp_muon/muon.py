@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
-from hp_dtensor import layout_of
+from hp_muon.adamw import new_adamw_state, step_adamw
 from hp_muon.channels import Channels
 from hp_muon.errors import MuonError
-from hp_muon.coefficients import coefficient_set
+from hp_muon.gradients import local_gradient
 from hp_muon.newton_schulz import DEFAULT_EPS, newton_schulz
-from hp_muon.rules import update_scale
-from hp_muon.split import global_shape
-from hp_muon.state import from_owner, local_tensor, to_local_state, with_layout_of
+from hp_muon.plan_builder import Costs, build_plan
+from hp_muon.rules import MomentumRule, Scale, accumulate
+from hp_muon.saved import MOMENTUM, ROWS, Archive, check_rows, localise, match
+from hp_muon.settings import (
+    Views,
+    check_group,
+    check_settings,
+    check_views_are_used,
+    kinds_of,
+)
+from hp_muon.slots import Slot, slots
 from hp_muon.step import Hyperparameters, StepRun, Workspace, muon_step
-from hp_muon.step_plan import Batch, Entry, Orthogonalization, StepPlan, build_plan
-from hp_muon.views import MatrixView, ResolvedView
+from hp_muon.step_plan import MAX_BATCH_ELEMENTS, Batch, Entry, Orthogonalization, StepPlan
 from hp_platform import Topology
 
-Views = Mapping[str, MatrixView]
-MOMENTUM = "momentum_buffer"
+PostUpdate = Callable[[str, Tensor], None]
 
 
 class Muon(Optimizer):
@@ -50,19 +51,31 @@ class Muon(Optimizer):
         weight_decay: decoupled, p <- p (1 - lr weight_decay), for both algorithms.
         ns_steps, coefficients, ns_eps: see `newton_schulz`.
         ns_dtype: dtype of the exchange of shards and updates and of the iteration.
+        gram: whether to iterate in Gram space; where that is less work, when omitted.
         scale: "match_rms_adamw" (0.2 sqrt(max(rows, cols))), "spectral" or "jordan"
-            (sqrt(max(1, rows / cols))), or "none"; rows and cols are the logical matrix's.
+            (sqrt(max(1, rows / cols))), "none", or a function of rows and cols; these are the
+            logical matrix's.
+        normuon_beta2: decay of NorMuon's second moment of rows, which brings the rows of an
+            update to a common size; None for plain Muon.
         views: logical matrices by parameter name (glob patterns allowed); others are their last
             two dims, leading dims being a batch.
         betas, eps: of AdamW.
         deduplicate_replicas: whether ranks of one host that hold the same shard share the work
             and the momentum.
         topology: hosts of the ranks; discovered when omitted.
-        orthogonalize: replaces Newton-Schulz: [n, rows, cols] -> the same shape.
+        momentum_rule: replaces the momentum, see `hp_muon.rules.MomentumRule`.
+        orthogonalize: replaces Newton-Schulz: [n, rows, cols] in ns_dtype -> the same shape.
+        post_update: called with the name and the parameter of every Muon parameter at the end of
+            each step, on every rank that holds a part of it; see `QKClip`.
+        check_finite: whether a gradient or momentum that is not finite raises. On an accelerator
+            the host then waits for the step's last exchange.
+        costs: cost of one matrix by (rows, cols), in any unit, for the balance of the work; the
+            same on every rank. Floating-point operations when omitted.
+        max_batch_elements: cap on what is gathered at a time, over the shard-group size.
 
     Calls that communicate, and which all ranks of the parameters' meshes must make together:
-    `step` (unless no matrix is cut and no replica shared), `state_dict` (with replica owners),
-    and the first of `step`, `state_dict`, `load_state_dict` after construction or after
+    `step` (unless no matrix is cut and no replica shared), `state_dict` (with replica owners or
+    NorMuon), and the first of `step`, `state_dict`, `load_state_dict` after construction or after
     `add_param_group`, which builds the plan. `step` of a parameter whose gradient is None on all
     ranks that share its matrices leaves it alone; where some have a gradient, the missing shards
     count as zero.
@@ -86,34 +99,39 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         ns_steps: int = 5,
         coefficients: str | Sequence[Sequence[float]] = "asym5",
-        scale: str = "match_rms_adamw",
+        scale: Scale = "match_rms_adamw",
+        normuon_beta2: float | None = None,
         views: Views | None = None,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         ns_dtype: torch.dtype = torch.bfloat16,
         ns_eps: float = DEFAULT_EPS,
+        gram: bool | None = None,
         deduplicate_replicas: bool = True,
         topology: Topology | None = None,
+        momentum_rule: MomentumRule | None = None,
         orthogonalize: Callable[[Tensor], Tensor] | None = None,
+        post_update: PostUpdate | None = None,
+        check_finite: bool = True,
+        costs: Costs | None = None,
+        max_batch_elements: int = MAX_BATCH_ELEMENTS,
     ) -> None:
-        if not ns_dtype.is_floating_point or ns_eps <= 0:
-            raise MuonError(
-                f"Muon needs a floating-point ns_dtype and ns_eps > 0, found {ns_dtype}, {ns_eps}"
-            )
-        for pattern, view in (views or {}).items():
-            if not isinstance(view, MatrixView):
-                raise MuonError(
-                    f"view {pattern!r}: expected a MatrixView, found {type(view).__name__}; write "
-                    "MatrixView('(h d) m -> h d m', h=8)"
-                )
         self._settings: dict[str, Any] = {
             "views": dict(views or {}),
             "ns_dtype": ns_dtype,
             "ns_eps": ns_eps,
+            "gram": gram,
             "deduplicate_replicas": deduplicate_replicas,
             "topology": topology,
+            "scale": scale if callable(scale) else None,
+            "momentum_rule": momentum_rule,
             "orthogonalize": orthogonalize,
+            "post_update": post_update,
+            "check_finite": check_finite,
+            "costs": None if costs is None else dict(costs),
+            "max_batch_elements": max_batch_elements,
         }
+        check_settings(self._settings)
         self._forget_plan()
         defaults = {
             "lr": lr,
@@ -122,15 +140,16 @@ class Muon(Optimizer):
             "weight_decay": weight_decay,
             "ns_steps": ns_steps,
             "coefficients": coefficients,
-            "scale": scale,
+            # A function stays out of the groups, which are saved with the state.
+            "scale": "custom" if callable(scale) else scale,
+            "normuon_beta2": normuon_beta2,
             "betas": betas,
             "eps": eps,
             "use_muon": True,
         }
         super().__init__(params, defaults)
-        self._check_views_are_used()
-
-    # -- parameters --------------------------------------------------------------------------
+        names = [slot.name for slot in self._slots()]
+        check_views_are_used(self._settings["views"], names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; the plan is built anew at the next step, keeping all momentum.
@@ -141,89 +160,11 @@ class Muon(Optimizer):
         super().add_param_group(param_group)
         number = len(self.param_groups) - 1
         try:
-            self._check_group(number)
+            check_group(number, self.param_groups[number], self.defaults, self._settings)
         except MuonError:
             self.param_groups.pop()
             raise
         self._signature = None
-
-    def _check_group(self, number: int) -> None:
-        group = self.param_groups[number]
-        self._check_keys(number)
-        names = [name for name, _ in self._named(number)]
-        if len({id(parameter) for parameter in group["params"]}) < len(names):
-            raise MuonError(
-                f"parameter group {number} holds a parameter more than once, so that it would be "
-                f"stepped as often; keep one of {names[:10]}"
-            )
-        for key in ("lr", "weight_decay"):
-            if not float(group[key]) >= 0:
-                raise MuonError(f"parameter group {number}: {key} must be >= 0, got {group[key]}")
-        if not group["use_muon"]:
-            betas, eps = group["betas"], group["eps"]
-            if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
-                raise MuonError(
-                    f"parameter group {number}: betas must be two numbers in [0, 1) and eps >= 0, "
-                    f"got {betas} and {eps}"
-                )
-            return
-        if not 0 <= group["momentum"] < 1:
-            raise MuonError(
-                f"parameter group {number}: momentum must be in [0, 1), got {group['momentum']}"
-            )
-        coefficient_set(group["coefficients"]).steps(group["ns_steps"])
-        update_scale(group["scale"], 1, 1)
-        for name, parameter in self._named(number):
-            if not parameter.is_floating_point():
-                raise MuonError(
-                    f"parameter {name!r} is {parameter.dtype}; Muon steps floating-point tensors"
-                )
-            self._view(name, parameter)
-
-    def _check_keys(self, number: int) -> None:
-        """Other keys are a scheduler's or the user's own, unless they look like a setting."""
-        for key in set(self.param_groups[number]) - set(self.defaults):
-            if key in self._settings:
-                raise MuonError(
-                    f"parameter group {number}: {key} holds for the whole optimizer; pass it to "
-                    "Muon(...), not in a group"
-                )
-            meant = difflib.get_close_matches(key, self.defaults, n=1, cutoff=0.85)
-            if meant:
-                raise MuonError(
-                    f"parameter group {number}: unknown setting {key!r}; {meant[0]!r} was meant?"
-                )
-
-    def _named(self, number: int) -> list[tuple[str, Tensor]]:
-        group = self.param_groups[number]
-        names = group.get("param_names") or [
-            f"group {number} parameter {i}" for i in range(len(group["params"]))
-        ]
-        return list(zip(names, group["params"]))
-
-    def _view(self, name: str, parameter: Tensor) -> ResolvedView:
-        """The parameter's logical matrices; decided on its global shape."""
-        shape = global_shape(parameter)
-        patterns = [p for p in self._settings["views"] if fnmatch.fnmatchcase(name, p)]
-        if len(patterns) > 1:
-            raise MuonError(f"parameter {name!r} matches several views: {patterns}; keep one")
-        if patterns:
-            return self._settings["views"][patterns[0]].resolve(shape, f"parameter {name!r}")
-        if len(shape) < 2 or (len(shape) > 2 and 1 in shape[-2:]):
-            raise MuonError(
-                f"parameter {name!r} of shape {shape} holds no matrices in its last two dims; put "
-                "it into a group with use_muon=False (split_parameters does), or give a MatrixView"
-            )
-        return MatrixView.default(len(shape)).resolve(shape, f"parameter {name!r}")
-
-    def _check_views_are_used(self) -> None:
-        names = [name for n in range(len(self.param_groups)) for name, _ in self._named(n)]
-        for pattern in self._settings["views"]:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                raise MuonError(
-                    f"view {pattern!r} matches no parameter; names are known only for named "
-                    f"parameters, here {names[:5]}{' ...' if len(names) > 5 else ''}"
-                )
 
     # -- plan --------------------------------------------------------------------------------
 
@@ -231,8 +172,14 @@ class Muon(Optimizer):
     def plan(self) -> StepPlan:
         """The static plan of a step; built on first use, by all ranks together."""
         signature = tuple(
-            (len(g["params"]), g["use_muon"], g["ns_steps"], str(g["coefficients"]))
-            for g in self.param_groups
+            (
+                len(group["params"]),
+                group["use_muon"],
+                group["ns_steps"],
+                str(group["coefficients"]),
+                group["normuon_beta2"],
+            )
+            for group in self.param_groups
         )
         if self._plan is None or signature != self._signature:
             self._build_plan()
@@ -241,51 +188,53 @@ class Muon(Optimizer):
         return self._plan
 
     def _build_plan(self) -> None:
-        momenta = self._canonical_momenta() if self._plan is not None else {}
-        entries = self._entries()
+        archive = self._archive() if self._plan is not None else None
+        momenta, rows = (archive.momenta(), archive.rows()) if archive is not None else ({}, {})
+        entries = [entry for slot in self._slots() if slot.on_muon for entry in self._entries(slot)]
         topology = self._settings["topology"]
         if topology is None and dist.is_initialized() and any(e.layout for e in entries):
             topology = Topology.discover()
         plan = build_plan(
-            entries, topology=topology, deduplicate=self._settings["deduplicate_replicas"]
+            entries,
+            topology=topology,
+            deduplicate=self._settings["deduplicate_replicas"],
+            costs=self._settings["costs"],
+            max_batch_elements=self._settings["max_batch_elements"],
         )
         channels = Channels(plan, topology)
         channels.agree(plan)
         self._plan, self._channels, self._workspace = plan, channels, Workspace()
-        parameters = self._parameters()
-        for index, momentum in momenta.items():
-            self.state[parameters[index]][MOMENTUM] = momentum
-        self._drop_foreign_momenta(plan)
+        if archive is not None:
+            self._archive().keep(momenta, rows)
 
-    def _entries(self) -> list[Entry]:
-        entries = []
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            for name, parameter in self._named(number):
-                if group["use_muon"]:
-                    local = local_tensor(parameter)
-                    coefficients = group["coefficients"]
-                    how = Orthogonalization(
-                        steps=group["ns_steps"],
-                        coefficients=coefficients
-                        if isinstance(coefficients, str)
-                        else tuple(tuple(triple) for triple in coefficients),
-                        eps=self._settings["ns_eps"],
-                        dtype=self._settings["ns_dtype"],
-                    )
-                    entries.append(
-                        Entry(
-                            index=index,
-                            name=name,
-                            layout=layout_of(parameter),
-                            view=self._view(name, parameter),
-                            dtype=local.dtype,
-                            device=local.device,
-                            orthogonalization=how,
-                        )
-                    )
-                index += 1
-        return entries
+    def _entries(self, slot: Slot) -> list[Entry]:
+        coefficients = slot.group["coefficients"]
+        how = Orthogonalization(
+            steps=slot.group["ns_steps"],
+            coefficients=coefficients
+            if isinstance(coefficients, str)
+            else tuple(tuple(triple) for triple in coefficients),
+            eps=self._settings["ns_eps"],
+            dtype=self._settings["ns_dtype"],
+            gram=self._settings["gram"],
+            normuon_beta2=slot.group["normuon_beta2"],
+        )
+        local = slot.local
+        return [
+            Entry(
+                index=slot.index,
+                kind=kind,
+                name=slot.name,
+                layout=slot.layout,
+                view=view,
+                dtype=local.dtype,
+                device=local.device,
+                orthogonalization=how,
+            )
+            for kind, view in enumerate(
+                kinds_of(slot.name, slot.parameter, self._settings["views"])
+            )
+        ]
 
     def _forget_plan(self) -> None:
         self._plan = None
@@ -293,8 +242,8 @@ class Muon(Optimizer):
         self._workspace = Workspace()
         self._signature = None
 
-    def _parameters(self) -> list[Tensor]:
-        return list(chain.from_iterable(group["params"] for group in self.param_groups))
+    def _slots(self) -> list[Slot]:
+        return list(slots(self.param_groups))
 
     # -- step --------------------------------------------------------------------------------
 
@@ -312,95 +261,109 @@ class Muon(Optimizer):
             closure: evaluates the model and returns the loss.
 
         Raises:
-            MuonError: a gradient is Partial, sparse, or placed unlike its parameter.
+            MuonError: a gradient is Partial, sparse, or placed unlike its parameter; before
+                anything is changed. Or one is not finite: after the exchanges of the step, on
+                every rank that shares the matrix; its parameter is spoilt then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         plan = self.plan
-        run = self._run(plan)
+        found = self._slots()
+        run = self._run(plan, found)
         muon_step(plan, run)
-        self._step_adamw(run)
+        self._step_adamw(run, found)
+        hook: PostUpdate | None = self._settings["post_update"]
+        if hook is not None:
+            for slot in found:
+                if slot.on_muon:
+                    hook(slot.name, slot.parameter)
         return loss
 
-    def _run(self, plan: StepPlan) -> StepRun:
-        locals: dict[int, Tensor] = {}
-        gradients: dict[int, Tensor | None] = {}
-        hyperparameters: dict[int, Hyperparameters] = {}
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            live = Hyperparameters(
-                lr=float(group["lr"]),
-                momentum=float(group["momentum"]),
-                nesterov=bool(group["nesterov"]),
-                weight_decay=float(group["weight_decay"]),
-                scale=group["scale"],
-            )
-            for name, parameter in self._named(number):
-                locals[index] = local_tensor(parameter)
-                gradients[index] = _local_gradient(parameter, locals[index], name)
-                hyperparameters[index] = live
-                index += 1
-        parameters = self._parameters()
-        for i in plan.owned:
-            if MOMENTUM not in self.state[parameters[i]]:
-                momentum = torch.zeros_like(locals[i], dtype=torch.float32)
-                self.state[parameters[i]][MOMENTUM] = momentum
+    def _run(self, plan: StepPlan, found: Sequence[Slot]) -> StepRun:
+        live = {id(group): self._hyperparameters(group) for group in self.param_groups}
+        locals = {slot.index: slot.local for slot in found}
+        gradients = {
+            slot.index: local_gradient(slot.parameter, locals[slot.index], slot.name)
+            for slot in found
+        }
+        momenta: dict[int, Tensor] = {}
+        row_moments: dict[int, dict[int, Tensor]] = {}
+        for slot in found:
+            if slot.index not in plan.owned:
+                continue
+            state = self.state[slot.parameter]
+            if MOMENTUM not in state:
+                state[MOMENTUM] = torch.zeros_like(locals[slot.index], dtype=torch.float32)
+            momenta[slot.index] = state[MOMENTUM]
+            if slot.group["normuon_beta2"] is not None:
+                row_moments[slot.index] = state.setdefault(ROWS, {})
         assert self._channels is not None
         return StepRun(
             locals=locals,
             gradients=gradients,
-            momenta={i: self.state[parameters[i]][MOMENTUM] for i in plan.owned},
-            hyperparameters=hyperparameters,
+            momenta=momenta,
+            row_moments=row_moments,
+            hyperparameters={slot.index: live[id(slot.group)] for slot in found},
             channels=self._channels.compiled,
             workspace=self._workspace,
             orthogonalize=self._orthogonalize,
+            momentum_rule=self._settings["momentum_rule"] or accumulate,
+            check_finite=self._settings["check_finite"],
         )
 
-    def _orthogonalize(self, matrices: Tensor, batch: Batch) -> Tensor:
-        custom = self._settings["orthogonalize"]
-        if custom is not None:
-            return custom(matrices)
+    def _hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
+        scale = group["scale"]
+        return Hyperparameters(
+            lr=float(group["lr"]),
+            momentum=float(group["momentum"]),
+            nesterov=bool(group["nesterov"]),
+            weight_decay=float(group["weight_decay"]),
+            scale=self._settings["scale"] if scale == "custom" else scale,
+        )
+
+    def _orthogonalize(self, matrices: Tensor, batch: Batch, out: Tensor) -> None:
+        custom: Callable[[Tensor], Tensor] | None = self._settings["orthogonalize"]
         how = batch.orthogonalization
-        return newton_schulz(
-            matrices, steps=how.steps, coefficients=how.coefficients, eps=how.eps, dtype=how.dtype
-        )
+        if custom is None:
+            newton_schulz(
+                matrices,
+                steps=how.steps,
+                coefficients=how.coefficients,
+                eps=how.eps,
+                dtype=how.dtype,
+                gram=how.gram,
+                out=out,
+            )
+            return
+        result = custom(matrices)
+        if result.shape != matrices.shape:
+            raise MuonError(
+                f"orthogonalize returned shape {tuple(result.shape)} for matrices of shape "
+                f"{tuple(matrices.shape)}; it must keep the shape"
+            )
+        out.copy_(result)
+        # As Newton-Schulz does it: a matrix that is not finite anywhere is so in every entry.
+        out.masked_fill_(~out.isfinite().all(-1).all(-1)[:, None, None], torch.nan)
 
-    def _step_adamw(self, run: StepRun) -> None:
-        index = 0
+    def _step_adamw(self, run: StepRun, found: Sequence[Slot]) -> None:
         for group in self.param_groups:
-            indices = range(index, index + len(group["params"]))
-            index += len(group["params"])
             if group["use_muon"]:
                 continue
+            mine = [slot for slot in found if slot.group is group]
             stepped = [
-                (run.locals[i], gradient, self._adamw_state(parameter))
-                for i, parameter in zip(indices, group["params"])
-                if (gradient := run.gradients[i]) is not None
+                (run.locals[slot.index], gradient, self._adamw_state(slot))
+                for slot in mine
+                if (gradient := run.gradients[slot.index]) is not None
             ]
-            if not stepped:
-                continue
-            adamw(
-                [local for local, _, _ in stepped],
-                [gradient for _, gradient, _ in stepped],
-                [state["exp_avg"] for *_, state in stepped],
-                [state["exp_avg_sq"] for *_, state in stepped],
-                [],
-                [state["step"] for *_, state in stepped],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=float(group["lr"]),
-                weight_decay=float(group["weight_decay"]),
-                eps=group["eps"],
-                maximize=False,
-            )
+            if stepped:
+                step_adamw(group, *zip(*stepped))
 
-    def _adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
+    def _adamw_state(self, slot: Slot) -> dict[str, Tensor]:
+        state = self.state[slot.parameter]
         if "step" not in state:
-            state.update(_new_adamw_state(local_tensor(parameter)))
+            state.update(new_adamw_state(slot.local))
         return state
 
     # -- state -------------------------------------------------------------------------------
@@ -410,52 +373,15 @@ class Muon(Optimizer):
         """The state in canonical form: every tensor with its parameter's layout, on every rank.
 
         Parameters that were never stepped have zeros, so that a fresh optimizer's state_dict is
-        a target for torch.distributed.checkpoint.load. Collective where replicas share momentum.
+        a target for torch.distributed.checkpoint.load. Collective where replicas share momentum,
+        and with NorMuon.
         """
         mine = self.state
-        self.state = self._canonical_state()
+        self.state = self._archive().canonical()
         try:
             return super().state_dict()
         finally:
             self.state = mine
-
-    def _canonical_state(self) -> defaultdict[Tensor, Any]:
-        canonical: defaultdict[Tensor, Any] = defaultdict(dict)
-        momenta = self._canonical_momenta()
-        for index, (group, parameter) in enumerate(self._grouped()):
-            layout = layout_of(parameter)
-            held = dict(self.state.get(parameter, {}))
-            if group["use_muon"]:
-                held = {MOMENTUM: momenta[index]}
-            elif "step" not in held:
-                held = dict(_new_adamw_state(local_tensor(parameter)))
-            canonical[parameter] = {
-                key: with_layout_of(parameter, layout, value)
-                if isinstance(value, Tensor) and key != "step"
-                else value
-                for key, value in held.items()
-            }
-        return canonical
-
-    def _grouped(self) -> list[tuple[dict[str, Any], Tensor]]:
-        return [(group, p) for group in self.param_groups for p in group["params"]]
-
-    def _canonical_momenta(self) -> dict[int, Tensor]:
-        """Local momentum of every Muon parameter, from its replica owner where shared."""
-        plan = self._plan if self._plan is not None else self.plan
-        assert self._channels is not None
-        parameters = self._parameters()
-        momenta: dict[int, Tensor] = {}
-        for batch in plan.batches:
-            axes = self._channels.replica_axes(batch.domain)
-            for replica, part in enumerate(batch.parts):
-                owner = _coordinates(replica, batch.domain.replica_sizes)
-                for member in part.members:
-                    parameter = parameters[member.index]
-                    held = self.state[parameter].get(MOMENTUM)
-                    like = local_tensor(parameter)
-                    momenta[member.index] = from_owner(held, like, owner, axes, member.name)
-        return momenta
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -475,73 +401,35 @@ class Muon(Optimizer):
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         saved_groups = state_dict["param_groups"]
-        saved_ids = self._match(saved_groups)
+        saved_ids = match(saved_groups, self.param_groups)
         loaded: defaultdict[Tensor, Any] = defaultdict(dict)
-        for number, group in enumerate(self.param_groups):
-            for name, parameter in self._named(number):
-                saved = state_dict["state"].get(saved_ids[parameter], {})
-                loaded[parameter] = self._localise(saved, parameter, group, name)
+        rows: dict[int, Tensor] = {}
+        for slot in self._slots():
+            saved = state_dict["state"].get(saved_ids[slot.parameter], {})
+            loaded[slot.parameter] = localise(saved, slot)
+            if ROWS in loaded[slot.parameter]:
+                rows[slot.index] = loaded[slot.parameter].pop(ROWS)
         groups = [
             {**current, **dict(saved), "params": current["params"]}
             | ({"param_names": current["param_names"]} if "param_names" in current else {})
             for current, saved in zip(self.param_groups, saved_groups)
         ]
         self.__setstate__({"state": loaded, "param_groups": groups})
-        self._drop_foreign_momenta(self.plan)  # built here, by all ranks together, if not yet
+        _ = self.plan  # built here, by all ranks together, if not yet
+        archive = self._archive()
+        check_rows(rows, archive)
+        archive.keep({}, rows)
+        for slot in archive.slots:
+            if not self.state[slot.parameter]:
+                del self.state[slot.parameter]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _match(self, saved_groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, Any]:
-        """The saved id of every parameter."""
-        found = [len(group["params"]) for group in saved_groups]
-        expected = [len(group["params"]) for group in self.param_groups]
-        if found != expected:
-            raise MuonError(
-                f"loaded state has groups of {found} parameters, this optimizer has {expected}"
-            )
-        matched: dict[Tensor, Any] = {}
-        for number, (saved, group) in enumerate(zip(saved_groups, self.param_groups)):
-            ids = list(saved["params"])
-            if saved.get("param_names") and group.get("param_names"):
-                by_name = dict(zip(saved["param_names"], ids))
-                missing = [name for name in group["param_names"] if name not in by_name]
-                if missing:
-                    raise MuonError(
-                        f"loaded state, group {number}: no state for parameters {missing}; it "
-                        f"has {list(by_name)[:5]} and others"
-                    )
-                ids = [by_name[name] for name in group["param_names"]]
-            matched.update(zip(group["params"], ids))
-        return matched
-
-    def _localise(
-        self, saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any], name: str
-    ) -> dict[str, Any]:
-        layout = layout_of(parameter)
-        local = local_tensor(parameter)
-        state: dict[str, Any] = {}
-        needed = MOMENTUM if group["use_muon"] else "exp_avg"
-        if saved and needed not in saved:
-            raise MuonError(
-                f"state of parameter {name!r}: loaded {sorted(saved)} without {needed!r}, which "
-                f"{'Muon' if group['use_muon'] else 'AdamW'} steps with; load the state of the "
-                "same algorithm, or leave this parameter's state out to begin anew"
-            )
-        for key, value in saved.items():
-            if not isinstance(value, Tensor):
-                state[key] = value
-            elif key == "step":
-                state[key] = value.detach().clone()
-            else:
-                found = to_local_state(value.detach(), parameter, layout, name)
-                dtype = torch.float32 if group["use_muon"] else local.dtype
-                state[key] = found.to(device=local.device, dtype=dtype, copy=True)
-        return state
-
-    def _drop_foreign_momenta(self, plan: StepPlan) -> None:
-        for index, (group, parameter) in enumerate(self._grouped()):
-            if group["use_muon"] and index not in plan.owned:
-                self.state.pop(parameter, None)
+    def _archive(self) -> Archive:
+        """What saves and loads this rank's state; the plan in use, else a new one."""
+        plan = self._plan if self._plan is not None else self.plan
+        assert self._channels is not None
+        return Archive(plan, self._channels, self._slots(), self.state)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_settings": self._settings}
@@ -550,46 +438,3 @@ class Muon(Optimizer):
         if "_plan" not in self.__dict__:
             self._forget_plan()
         super().__setstate__(state)
-
-
-def _local_gradient(parameter: Tensor, local: Tensor, name: str) -> Tensor | None:
-    gradient = parameter.grad
-    if gradient is None:
-        return None
-    placements = getattr(gradient, "placements", None)
-    expected = getattr(parameter, "placements", None)
-    if placements is not None:
-        if any(placement.is_partial() for placement in placements):
-            raise MuonError(
-                f"gradient of parameter {name!r} is placed {tuple(placements)}: a Partial gradient "
-                "is not summed yet; redistribute it before the step"
-            )
-        if expected is not None and tuple(placements) != tuple(expected):
-            raise MuonError(
-                f"gradient of parameter {name!r} is placed {tuple(placements)}, the parameter "
-                f"{tuple(expected)}; redistribute the gradient before the step"
-            )
-    found = local_tensor(gradient)
-    if found.layout is not torch.strided:
-        raise MuonError(f"gradient of parameter {name!r} is {found.layout}; Muon needs a dense one")
-    if found.shape != local.shape:
-        raise MuonError(
-            f"gradient of parameter {name!r} has local shape {tuple(found.shape)}, the parameter "
-            f"{tuple(local.shape)}"
-        )
-    return found
-
-
-def _new_adamw_state(local: Tensor) -> dict[str, Tensor]:
-    return {
-        "step": torch.tensor(0.0),
-        "exp_avg": torch.zeros_like(local),
-        "exp_avg_sq": torch.zeros_like(local),
-    }
-
-
-def _coordinates(index: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Row-major position as coordinates."""
-    return tuple(
-        index // math.prod(sizes[position + 1 :]) % size for position, size in enumerate(sizes)
-    )

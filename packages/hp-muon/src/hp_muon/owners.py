@@ -18,12 +18,6 @@ from hp_muon.errors import MuonError
 from hp_platform import Topology, TopologyError
 
 
-def newton_schulz_cost(rows: int, cols: int, steps: int) -> float:
-    """Floating-point operations of one matrix: per step X X^T, its square, and a product with X."""
-    short, long = min(rows, cols), max(rows, cols)
-    return float(steps * (4 * short * short * long + 2 * short**3))
-
-
 def spread(costs: Sequence[float], loads: Sequence[float]) -> tuple[int, ...]:
     """The owner of each item: in descending cost, the least loaded coordinate so far.
 

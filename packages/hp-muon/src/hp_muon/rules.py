@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,18 +12,30 @@ from hp_muon.errors import MuonError
 
 SCALES = ("match_rms_adamw", "spectral", "jordan", "none")
 
+Scale = str | Callable[[int, int], float]
+"""The name of a rule, or a function of the logical matrix's rows and cols."""
 
-def update_scale(scale: str, rows: int, cols: int) -> float:
+MomentumRule = Callable[[list[Tensor], list[Tensor], float, bool], list[Tensor]]
+"""(momenta, gradients, momentum, nesterov) -> inputs of the orthogonalization; see `accumulate`.
+
+Updates the float32 momenta in place. Elementwise: it sees shards, in any number at a time.
+"""
+
+
+def update_scale(scale: Scale, rows: int, cols: int) -> float:
     """Factor on the orthogonalized update of a logical matrix.
 
     - "match_rms_adamw": 0.2 sqrt(max(rows, cols)), the root mean square of AdamW's updates
       (Liu et al. 2025, arXiv 2502.16982).
     - "spectral", "jordan": sqrt(max(1, rows / cols)) (Jordan et al. 2024).
     - "none": 1.
+    - a function: what it returns.
 
     Raises:
         MuonError: no such rule.
     """
+    if callable(scale):
+        return float(scale(rows, cols))
     if scale == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     if scale in ("spectral", "jordan"):

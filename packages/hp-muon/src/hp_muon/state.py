@@ -7,21 +7,33 @@ be saved by torch.distributed.checkpoint and loaded on any other mesh, world siz
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_dtensor import AbstractMesh, Layout
+from hp_dtensor import AbstractMesh, Layout, Replicate
 from hp_muon.errors import MuonError
-from hp_platform import MeshAxis, Origin, broadcast
+from hp_platform import MeshAxis, Origin, all_reduce, broadcast
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor of either kind, sharing storage; a plain tensor as it is."""
     to_local = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
+
+
+def replicated_like(parameter: Tensor, layout: Layout | None, value: Tensor) -> Tensor:
+    """`value`, the same on every rank, as a distributed tensor of the parameter's kind."""
+    if layout is None:
+        return value
+    everywhere = [Replicate()] * len(layout.placements)
+    if isinstance(parameter, TorchDTensor):
+        mesh = parameter.device_mesh
+        return TorchDTensor.from_local(value, mesh, everywhere, run_check=False)
+    return with_layout_of(value, Layout(layout.mesh, everywhere, value.shape), value)
 
 
 def with_layout_of(parameter: Tensor, layout: Layout | None, local: Tensor) -> Tensor:
@@ -91,6 +103,12 @@ def from_owner(
         if all(axes[p].rank == owner[p] for p in range(position)):
             broadcast(value, axes[position], source=owner[position], origin=origin).wait()
     return value
+
+
+def sum_over(value: Tensor, axes: Sequence[MeshAxis], name: str) -> None:
+    """Sums `value` in place over the ranks of all axes; all of them make this call."""
+    for axis in axes:
+        all_reduce(value, axis, origin=Origin("hp_muon", name, "state_dict")).wait()
 
 
 def _describe(value: Any) -> str:

@@ -18,8 +18,10 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from hp_muon.errors import MuonError
+from hp_muon.normuon import normalise_rows
 from hp_muon.relay import Hop, Relay, gather
-from hp_muon.rules import accumulate, apply_updates, update_scale
+from hp_muon.rules import MomentumRule, Scale, apply_updates, update_scale
 from hp_muon.step_plan import Batch, Member, Part, StepPlan
 from hp_platform import Origin, aligned_empty
 
@@ -32,7 +34,7 @@ class Hyperparameters:
     momentum: float
     nesterov: bool
     weight_decay: float
-    scale: str
+    scale: Scale
 
 
 @frozen(eq=False)
@@ -76,17 +78,26 @@ class StepRun:
         locals: local tensors, updated in place.
         gradients: local gradients, None where there is none.
         momenta: float32 momentum of the parameters this rank owns.
+        row_moments: NorMuon's, by kind, of the matrices this rank is compute owner of; filled here.
         hyperparameters: of each parameter.
-        orthogonalize: [n, rows, cols] -> the same shape.
+        orthogonalize: (matrices [n, rows, cols], batch, out) -> writes the same shape to out.
+        momentum_rule: see `rules.MomentumRule`.
+        trials: momenta of members without a gradient, as they become if others have one.
+        findings: for some matrices each, who they belong to and whether they are finite.
     """
 
     locals: Mapping[int, Tensor]
     gradients: Mapping[int, Tensor | None]
     momenta: Mapping[int, Tensor]
+    row_moments: Mapping[int, dict[int, Tensor]]
     hyperparameters: Mapping[int, Hyperparameters]
     channels: Sequence[Channel]
     workspace: Workspace
-    orthogonalize: Callable[[Tensor, Batch], Tensor]
+    orthogonalize: Callable[[Tensor, Batch, Tensor], None]
+    momentum_rule: MomentumRule
+    check_finite: bool
+    trials: dict[tuple[int, int], Tensor] = field(factory=dict)
+    findings: list[tuple[Part, frozenset[int], Tensor]] = field(factory=list)
 
 
 @define(eq=False)
@@ -98,6 +109,7 @@ class InFlight:
     stepped: frozenset[int]
     updates: Tensor
     relay: Relay
+    finite: Tensor = field(factory=lambda: torch.ones(0, dtype=torch.bool))
 
 
 def muon_step(plan: StepPlan, run: StepRun) -> None:
@@ -108,6 +120,10 @@ def muon_step(plan: StepPlan, run: StepRun) -> None:
     broadcast returns the updates, every rank slices and applies its own, and the replica owner
     broadcasts the result. One relay and one replica broadcast are in flight while the next batch
     is computed; the drain waits for the last of both.
+
+    Raises:
+        MuonError: the input of a matrix was not finite; on every rank that shares the matrix, after
+            all exchanges.
     """
     pipeline = Pipeline(run)
     for position, batch in enumerate(plan.batches):
@@ -118,6 +134,7 @@ def muon_step(plan: StepPlan, run: StepRun) -> None:
         updates = orthogonalize_owned(batch, run, shards, stepped, slot=position % 2)
         pipeline.admit(batch, run.channels[position], stepped, updates)
     pipeline.drain()
+    report_findings(run)
 
 
 class Pipeline:
@@ -172,29 +189,42 @@ def update_momentum(batch: Batch, run: StepRun) -> Tensor:
     """
     part, shard = batch.own, batch.domain.shard_rank
     layout = part.segments[shard]
-    total = sum(segment.total for segment in part.segments)
-    staging = run.workspace.take("staging", total, batch.orthogonalization.dtype, batch.device)
+    staging = run.workspace.take(
+        "staging", batch.staging_numel, batch.orthogonalization.dtype, batch.device
+    )
     start = sum(segment.total for segment in part.segments[:shard])
     own = staging[start : start + layout.total]
-    shapes = [(len(part.members),), *(m.geometry.pieces[shard].shape for m in part.members)]
-    flags, *places = layout.views(own, shapes)
+    flags, *places = layout.views(own, _staged_shapes(part, shard))
     flags.fill_(1)
     for group, members in _by_hyperparameters(part, run).items():
         present = [m for m in members if run.gradients[part.members[m].index] is not None]
-        indices = [part.members[m].index for m in present]
-        inputs = accumulate(
-            [run.momenta[i] for i in indices],
-            [g for i in indices if (g := run.gradients[i]) is not None],
-            group.momentum,
-            group.nesterov,
-        )
-        if inputs:
-            torch._foreach_copy_([places[m] for m in present], inputs)
-        for m in sorted(set(members) - set(present)):
+        for m in set(members) - set(present):
             flags[m] = 0
-            decay = group.momentum**2 if group.nesterov else group.momentum
-            places[m].copy_(run.momenta[part.members[m].index]).mul_(decay)
+            places[m].copy_(_try_without_gradient(part.members[m], group, run))
+        if not present:
+            continue
+        chosen = [part.members[m] for m in present]
+        momenta = [m.geometry.selection.of(run.momenta[m.index]) for m in chosen]
+        gradients = [
+            m.geometry.selection.of(gradient)
+            for m in chosen
+            if (gradient := run.gradients[m.index]) is not None
+        ]
+        inputs = run.momentum_rule(momenta, gradients, group.momentum, group.nesterov)
+        for member, momentum in zip(chosen, momenta):
+            member.geometry.selection.write_back(run.momenta[member.index], momentum)
+        targets = [places[m].view(value.shape) for m, value in zip(present, inputs)]
+        torch._foreach_copy_(targets, inputs)
     return staging
+
+
+def _try_without_gradient(member: Member, group: Hyperparameters, run: StepRun) -> Tensor:
+    """The input if the gradient is zero here; what the momentum becomes then is kept aside."""
+    momentum = member.geometry.selection.of(run.momenta[member.index]).clone()
+    zero = torch.zeros_like(momentum)
+    (value,) = run.momentum_rule([momentum], [zero], group.momentum, group.nesterov)
+    run.trials[member.key] = momentum
+    return value.reshape(member.geometry.pieces[member.geometry.own].shape)
 
 
 def gather_shards(batch: Batch, channel: Channel, staging: Tensor) -> list[list[Tensor]]:
@@ -205,8 +235,8 @@ def gather_shards(batch: Batch, channel: Channel, staging: Tensor) -> list[list[
     pieces = []
     start = 0
     for shard, segment in enumerate(part.segments):
-        shapes = [(len(part.members),), *(m.geometry.pieces[shard].shape for m in part.members)]
-        pieces.append(segment.views(staging[start : start + segment.total], shapes))
+        chunk = staging[start : start + segment.total]
+        pieces.append(segment.views(chunk, _staged_shapes(part, shard)))
         start += segment.total
     return pieces
 
@@ -225,8 +255,11 @@ def agree_on_gradients(
         anywhere = torch.stack([pieces[0] for pieces in shards]).amax(dim=0).tolist()
         for m in missing:
             if anywhere[m] > 0:
-                index = part.members[m].index
-                run.momenta[index].mul_(run.hyperparameters[index].momentum)
+                member = part.members[m]
+                selection, momentum = member.geometry.selection, run.momenta[member.index]
+                place = selection.of(momentum)
+                place.copy_(run.trials[member.key])
+                selection.write_back(momentum, place)
                 stepped.add(m)
     return frozenset(stepped)
 
@@ -251,13 +284,28 @@ def orthogonalize_owned(
         target = matrices[at : at + o.hi - o.lo]
         assemble(part.members[o.member], [pieces[1 + o.member] for pieces in shards], o.lo, target)
         at += o.hi - o.lo
-    results = run.orthogonalize(matrices, batch)
     chunk = _chunk(batch, updates, owner)
+    # Unless a matrix is left out, the results lie in the chunk as the inputs do.
+    results = chunk if count == chunk.shape[0] else torch.empty_like(matrices)
+    run.orthogonalize(matrices, batch, results)
+    beta2 = batch.orthogonalization.normuon_beta2
     at = 0
     for o in mine:
-        chunk[o.at : o.at + o.hi - o.lo] = results[at : at + o.hi - o.lo]
+        update = results[at : at + o.hi - o.lo]
+        if beta2 is not None:
+            normalise_rows(update, _row_moments(batch, run, o.member, update), beta2)
+        if results is not chunk:
+            chunk[o.at : o.at + o.hi - o.lo] = update
         at += o.hi - o.lo
     return updates
+
+
+def _row_moments(batch: Batch, run: StepRun, position: int, update: Tensor) -> Tensor:
+    member = batch.own.members[position]
+    moments = run.row_moments[member.index]
+    if member.kind not in moments:
+        moments[member.kind] = update.new_zeros(update.shape[:2], dtype=torch.float32)
+    return moments[member.kind]
 
 
 def assemble(member: Member, shards: Sequence[Tensor], lo: int, target: Tensor) -> None:
@@ -282,67 +330,128 @@ def slice_and_apply(flight: InFlight, run: StepRun) -> None:
     """Each rank takes its own rows and cols of every update and applies them."""
     batch, part = flight.batch, flight.batch.own
     chunks = [_chunk(batch, flight.updates, s) for s in range(batch.domain.shard_size)]
+    flight.finite = torch.cat([chunk[:, 0, 0] for chunk in chunks]).isfinite()
+    run.findings.append((part, flight.stepped, flight.finite))
     for group, members in _by_hyperparameters(part, run).items():
-        stepped = set(members) & flight.stepped
-        targets: list[Tensor] = []
-        updates: list[Tensor] = []
-        for m in sorted(stepped):
-            for target, update in own_updates(batch, part, m, run.locals, chunks):
-                targets.append(target)
-                updates.append(update)
+        stepped = sorted(set(members) & flight.stepped)
+        pairs: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Member, Tensor]] = []
+        for m in stepped:
+            member = part.members[m]
+            local = member.geometry.selection.of(run.locals[member.index])
+            pairs += own_updates(batch, part, m, local, chunks)
+            copies.append((member, local))
         scale = update_scale(group.scale, batch.rows, batch.cols)
+        targets, updates = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         apply_updates(targets, updates, group.lr, group.weight_decay, scale)
+        for member, local in copies:
+            member.geometry.selection.write_back(run.locals[member.index], local)
 
 
 def own_updates(
-    batch: Batch, part: Part, position: int, locals: Mapping[int, Tensor], chunks: Sequence[Tensor]
+    batch: Batch, part: Part, position: int, local: Tensor, chunks: Sequence[Tensor]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of equal shape: a piece of the member's local tensor, and its update."""
+    """Pairs of equal shape: a piece of the member's part of the local tensor, and its update."""
     member = part.members[position]
     geometry = member.geometry
     piece = geometry.pieces[batch.domain.shard_rank]
-    local = locals[member.index]
     if piece.numel == 0:
         return []
     overlaps = part.overlaps_of[position]
     pieces = [(o, chunks[o.owner][o.at : o.at + o.hi - o.lo]) for o in overlaps]
-    if geometry.is_direct and local.is_contiguous():
-        stack = local.view(geometry.count, *piece.shape[-2:])
+    stack = _as_stack(local, geometry.count, piece.shape) if geometry.is_direct else None
+    if stack is not None:
         return [(stack[o.lo : o.hi], update[piece.plane]) for o, update in pieces]
     matrices = torch.cat([update for _, update in pieces])
     whole = geometry.view.restore(matrices).reshape(geometry.flat_shape)
-    return [(local, whole[piece.block])]
+    return [(local, whole[piece.block].reshape(local.shape))]
+
+
+def _as_stack(local: Tensor, count: int, shape: Sequence[int]) -> Tensor | None:
+    """`local` as [count, rows, cols] that shares its storage; None if its strides allow none."""
+    if local.shape != tuple(shape):
+        return None
+    if local.ndim == 2:
+        return local.unsqueeze(0)
+    if local.ndim == 3:
+        return local
+    return local.view(count, *shape[-2:]) if local.is_contiguous() else None
 
 
 def publish_to_replicas(flight: InFlight, run: StepRun) -> Relay:
     """Packs the updated local tensors of this rank's part and sends all parts to all replicas."""
-    batch = flight.batch
+    batch, part = flight.batch, flight.batch.own
     total = sum(part.publication.total for part in batch.parts)
     buffer = run.workspace.take("publication", total, batch.dtype, batch.device)
     rank = batch.domain.replica_rank
-    views = _publication_views(batch, buffer, run.locals, rank)
-    if views:
-        torch._foreach_copy_([view for _, view in views], [local for local, _ in views])
+    flags, locals = _publication(batch, buffer, run, rank)
+    if part.count:
+        flags.copy_(flight.finite)
+        for m in set(range(len(part.members))) - flight.stepped:
+            member = part.members[m]
+            flags[member.first : member.first + member.count] = 1
+    if locals:
+        places = [view.view(local.shape) for _, local, view in locals]
+        torch._foreach_copy_(places, [local for _, local, _ in locals])
     return Relay(buffer, flight.channel.publish, _origin(batch, "publish"))
 
 
 def receive_from_owners(batch: Batch, buffer: Tensor, run: StepRun) -> None:
     """Copies what the other replica owners published into the local tensors."""
-    for replica in range(len(batch.parts)):
-        views = _publication_views(batch, buffer, run.locals, replica)
-        if replica != batch.domain.replica_rank and views:
-            torch._foreach_copy_([local for local, _ in views], [view for _, view in views])
+    for replica, part in enumerate(batch.parts):
+        if replica == batch.domain.replica_rank or not part.members:
+            continue
+        flags, locals = _publication(batch, buffer, run, replica)
+        run.findings.append((part, frozenset(range(len(part.members))), flags != 0))
+        if locals:
+            places = [view.view(local.shape) for _, local, view in locals]
+            torch._foreach_copy_([local for _, local, _ in locals], places)
+        for member, local, _ in locals:
+            member.geometry.selection.write_back(run.locals[member.index], local)
 
 
-def _publication_views(
-    batch: Batch, buffer: Tensor, locals: Mapping[int, Tensor], replica: int
-) -> list[tuple[Tensor, Tensor]]:
+def _publication(
+    batch: Batch, buffer: Tensor, run: StepRun, replica: int
+) -> tuple[Tensor, list[tuple[Member, Tensor, Tensor]]]:
+    """A replica owner's flags, and its members with their local tensors and places in `buffer`."""
     start = sum(part.publication.total for part in batch.parts[:replica])
     part = batch.parts[replica]
     segment = buffer[start : start + part.publication.total]
-    tensors = [locals[member.index] for member in part.members]
-    views = part.publication.views(segment, [tensor.shape for tensor in tensors])
-    return [(tensor, view) for tensor, view in zip(tensors, views) if tensor.numel()]
+    shapes = [m.geometry.pieces[batch.domain.shard_rank].shape for m in part.members]
+    flags, *views = part.publication.views(segment, [(part.count,), *shapes])
+    locals = [m.geometry.selection.of(run.locals[m.index]) for m in part.members]
+    found = [
+        (member, local, view)
+        for member, local, view in zip(part.members, locals, views)
+        if local.numel()
+    ]
+    return flags, found
+
+
+def report_findings(run: StepRun) -> None:
+    """Raises for matrices that were not finite; the only place where the host waits for them.
+
+    Raises:
+        MuonError: names the parameters.
+    """
+    if not run.check_finite or not run.findings:
+        return
+    if bool(torch.cat([finite for *_, finite in run.findings]).all()):
+        return
+    names = [
+        member.name
+        for part, stepped, finite in run.findings
+        for position, member in enumerate(part.members)
+        if position in stepped
+        and not bool(finite[member.first : member.first + member.count].all())
+    ]
+    if names:
+        raise MuonError(
+            f"the gradient or momentum of {len(names)} parameters was not finite at this step: "
+            f"{sorted(set(names))[:10]}. Their weights and momentum are lost: go back to a "
+            "checkpoint, and look for the cause with torch.nn.utils.clip_grad_norm_(..., "
+            "error_if_nonfinite=True) or a GradScaler, which act before the step"
+        )
 
 
 def _chunk(batch: Batch, updates: Tensor, owner: int) -> Tensor:
@@ -352,6 +461,11 @@ def _chunk(batch: Batch, updates: Tensor, owner: int) -> Tensor:
     start = sum(part.chunks[:owner])
     numel = count * batch.rows * batch.cols
     return updates[start : start + numel].view(count, batch.rows, batch.cols)
+
+
+def _staged_shapes(part: Part, shard: int) -> list[tuple[int, ...]]:
+    shapes = [member.geometry.pieces[shard].shape for member in part.members]
+    return [(len(part.members),), *shapes]
 
 
 def _by_hyperparameters(part: Part, run: StepRun) -> dict[Hyperparameters, list[int]]:

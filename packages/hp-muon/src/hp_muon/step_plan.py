@@ -9,22 +9,22 @@ without process groups.
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
 from attrs import field, frozen
+from torch import Tensor
 
 from hp_dtensor import AbstractMesh, Layout
-from hp_muon.grouping import Coordinate, Geometry, geometry_of, whole
-from hp_muon.owners import newton_schulz_cost, replica_subgroups, share_out, spread
+from hp_muon.grouping import Geometry
+from hp_muon.newton_schulz import newton_schulz_operations, uses_gram
 from hp_muon.views import ResolvedView
-from hp_platform import BufferLayout, Topology, pad_to_alignment
+from hp_platform import BufferLayout
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,20 +40,32 @@ class Orthogonalization:
     Attributes:
         coefficients: name of a set, or triples.
         dtype: of staging buffers, Newton-Schulz iteration and updates.
+        gram: whether to iterate in Gram space; None leaves it to the shape.
+        normuon_beta2: decay of NorMuon's second moment of rows; None for plain Muon.
     """
 
     steps: int
     coefficients: str | tuple[tuple[float, ...], ...]
     eps: float
     dtype: torch.dtype
+    gram: bool | None = None
+    normuon_beta2: float | None = None
+
+    def operations(self, rows: int, cols: int) -> float:
+        """Floating-point operations to orthogonalize one matrix."""
+        gram = self.gram
+        if gram is None:
+            gram = uses_gram(rows, cols, self.steps, self.coefficients)
+        return newton_schulz_operations(rows, cols, self.steps, gram=gram)
 
 
 @frozen(eq=False)
 class Entry:
-    """One Muon parameter as the plan needs it.
+    """One Muon parameter's matrices of one kind, as the plan needs them.
 
     Attributes:
-        index: position among the optimizer's parameters.
+        index: the parameter's position among the optimizer's parameters.
+        kind: which of the view's kinds of matrices; 0 where there is one only.
         layout: None for a tensor that no mesh knows.
         view: of the global shape.
         dtype, device: of the local tensor.
@@ -66,10 +78,12 @@ class Entry:
     dtype: torch.dtype
     device: torch.device
     orthogonalization: Orthogonalization
+    kind: int = 0
 
     def __str__(self) -> str:
         where = "local" if self.layout is None else repr(self.layout)
-        return f"{self.name}: {self.view.view} {where} {self.dtype} {self.orthogonalization}"
+        kind = f" kind {self.kind}" if self.kind else ""
+        return f"{self.name}{kind}: {self.view.view} {where} {self.dtype} {self.orthogonalization}"
 
 
 @frozen(eq=False)
@@ -123,12 +137,18 @@ class Domain:
 
 @frozen(eq=False)
 class Member:
-    """A parameter in a part; its matrices are `first` to `first + count` of the part."""
+    """A parameter's matrices of one kind in a part: `first` to `first + count` of the part."""
 
     index: int
+    kind: int
     name: str
     geometry: Geometry
     first: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """What tells it from every other member of a plan."""
+        return (self.index, self.kind)
 
     @property
     def count(self) -> int:
@@ -157,7 +177,8 @@ class Part:
         segments: per shard coordinate, where its presence flags (one element a member) and
             then its members' shards lie in its segment of the staging buffer.
         chunks: elements of every compute owner's packed updates, padded to 512 bytes.
-        publication: where the members' updated local tensors lie when sent to the replicas.
+        publication: where a flag for every matrix, 1 where its update is finite, and the members'
+            updated local tensors lie when sent to the replicas.
     """
 
     members: tuple[Member, ...]
@@ -207,16 +228,30 @@ class Batch:
         bounds, rank = self.own.bounds, self.domain.shard_rank
         return bounds[rank + 1] - bounds[rank]
 
+    @property
+    def staging_numel(self) -> int:
+        """Elements of the staging buffer, alike on every rank of the shard group."""
+        return sum(segment.total for segment in self.own.segments)
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """Bytes of every buffer this batch needs on this rank, by its role."""
+        exchanged = self.orthogonalization.dtype.itemsize
+        published = sum(part.publication.total for part in self.parts)
+        return {
+            "staging": self.staging_numel * exchanged,
+            "updates": sum(self.own.chunks) * exchanged,
+            "publication": published * self.dtype.itemsize * (self.domain.replica_size > 1),
+        }
+
     def __str__(self) -> str:
         part = self.own
         members = sum(len(part.members) for part in self.parts)
-        staged = sum(layout.total for layout in part.segments)
         shares = [stop - start for start, stop in pairwise(part.bounds)]
-        gathered = staged * self.orthogonalization.dtype.itemsize
         return (
             f"{self.rows:>6} x {self.cols:<6} {members:>5} parameters  {self.domain.label:<28} "
             f"this replica {part.count:>5} matrices, {min(shares)} to {max(shares)} a compute "
-            f"owner; staging {gathered} bytes"
+            f"owner; staging {self.workspace_bytes['staging']} bytes"
         )
 
 
@@ -226,13 +261,13 @@ class StepPlan:
 
     Attributes:
         owned: indices of the parameters whose momentum this rank holds.
-        loads: per domain label, Newton-Schulz operations of every (replica, shard) coordinate.
+        loads: per mesh, the cost of Newton-Schulz on the rank at every mesh coordinate.
         agreed: what all ranks must have in common, as text; the same on every rank.
     """
 
     batches: tuple[Batch, ...]
     owned: frozenset[int]
-    loads: dict[str, tuple[tuple[float, ...], ...]]
+    loads: Mapping[str, Tensor]
     agreed: str = field(repr=False)
 
     @property
@@ -243,268 +278,40 @@ class StepPlan:
         """Every domain once, in order of first use."""
         return tuple({id(batch.domain): batch.domain for batch in self.batches}.values())
 
-    def balance(self, label: str) -> float:
-        """Largest load over mean load of a domain's coordinates; 1 is perfect."""
-        flat = [load for line in self.loads[label] for load in line]
-        return max(flat) * len(flat) / sum(flat) if sum(flat) else 1.0
+    def balance(self, mesh: str) -> float:
+        """Largest load over mean load of a mesh's ranks; 1 is perfect."""
+        loads = self.loads[mesh]
+        mean = float(loads.mean())
+        return float(loads.max()) / mean if mean else 1.0
 
     @property
     def operations(self) -> float:
         """Newton-Schulz floating-point operations of this rank in a step."""
         return sum(
-            batch.matrices_here
-            * newton_schulz_cost(batch.rows, batch.cols, batch.orthogonalization.steps)
+            batch.matrices_here * batch.orthogonalization.operations(batch.rows, batch.cols)
             for batch in self.batches
         )
+
+    @property
+    def workspace_bytes(self) -> dict[str, int]:
+        """Bytes of the buffers that this rank keeps between steps, by role.
+
+        Each is as large as its largest batch. Two update buffers alternate.
+        """
+        found = {"staging": 0, "updates": 0, "publication": 0}
+        for batch in self.batches:
+            for role, size in batch.workspace_bytes.items():
+                found[role] = max(found[role], size)
+        found["updates"] *= 2
+        return found
 
     def __str__(self) -> str:
         lines = [f"Muon step plan {self.digest[:12]}: {len(self.batches)} batches"]
         lines += [str(batch) for batch in self.batches]
+        buffers = ", ".join(f"{role} {size}" for role, size in self.workspace_bytes.items())
+        lines += [f"bytes of buffers: {buffers}"]
         lines += [
-            f"balance on {label}: largest load {self.balance(label):.3f} x mean"
-            for label in self.loads
+            f"balance on {mesh}: largest load {self.balance(mesh):.3f} x mean"
+            for mesh in self.loads
         ]
         return "\n".join(lines)
-
-
-def build_plan(
-    entries: Sequence[Entry],
-    *,
-    topology: Topology | None = None,
-    deduplicate: bool = True,
-    coordinate: Coordinate | None = None,
-) -> StepPlan:
-    """Plans a step.
-
-    Args:
-        entries: Muon parameters in the optimizer's order, the same on every rank.
-        topology: hosts of the ranks, for replica subgroups; None takes one host.
-        deduplicate: whether replicas share the work.
-        coordinate: whose plan, on the entries' only mesh; None is this rank's own.
-
-    Raises:
-        MuonError: a layout cannot be stepped, or replica subgroups would cross hosts.
-    """
-    builder = _Builder(topology, deduplicate, coordinate)
-    classes: dict[tuple[int, int, str, str, str, str], list[tuple[Entry, Geometry]]] = {}
-    for entry in entries:
-        geometry = builder.geometry(entry)
-        domain = builder.domain(entry, geometry)
-        key = (
-            -entry.view.rows * entry.view.cols,
-            -entry.view.rows,
-            domain.label,
-            str(entry.dtype),
-            str(entry.device),
-            str(entry.orthogonalization),
-        )
-        classes.setdefault(key, []).append((entry, geometry))
-    batches = [batch for key in sorted(classes) for batch in builder.batches(classes[key])]
-    owned = frozenset(member.index for batch in batches for member in batch.own.members)
-    agreed = "\n".join(
-        [
-            *map(str, entries),
-            f"deduplicate_replicas={deduplicate}",
-            f"hosts={None if topology is None else topology.hosts}",
-        ]
-    )
-    loads = {label: tuple(map(tuple, table)) for label, table in builder.loads.items()}
-    return StepPlan(tuple(batches), owned, loads, agreed)
-
-
-class _Builder:
-    """What is shared while one plan is built: known domains, geometries and loads."""
-
-    def __init__(
-        self, topology: Topology | None, deduplicate: bool, coordinate: Coordinate | None
-    ) -> None:
-        self.topology = topology
-        self.deduplicate = deduplicate
-        self.coordinate = coordinate
-        self.loads: dict[str, list[list[float]]] = {}
-        self._domains: dict[tuple[object, ...], Domain] = {}
-        self._geometries: dict[tuple[object, ...], Geometry] = {}
-        self._meshes: list[DeviceMesh | AbstractMesh] = []
-
-    def geometry(self, entry: Entry) -> Geometry:
-        if entry.layout is None:
-            return whole(entry.view)
-        coord = entry.layout.coordinate(self.coordinate)
-        key = (entry.layout, entry.view, coord)
-        if key not in self._geometries:
-            self._geometries[key] = geometry_of(entry.layout, entry.view, entry.name, coord)
-        return self._geometries[key]
-
-    def domain(self, entry: Entry, geometry: Geometry) -> Domain:
-        if entry.layout is None:
-            return self._domains.setdefault((), Domain("local", None, (), (), 0, (), 0))
-        mesh = entry.layout.mesh
-        number = self._mesh_number(mesh)
-        key = (number, geometry.cutting, geometry.replicated)
-        if key not in self._domains:
-            self._domains[key] = self._new_domain(entry.layout, geometry, number)
-        return self._domains[key]
-
-    def _mesh_number(self, mesh: DeviceMesh | AbstractMesh) -> int:
-        if mesh not in self._meshes:
-            self._meshes.append(mesh)
-        return self._meshes.index(mesh)
-
-    def _new_domain(self, layout: Layout, geometry: Geometry, number: int) -> Domain:
-        names, sizes = layout.abstract_mesh.axis_names, layout.abstract_mesh.sizes
-        coord = layout.coordinate(self.coordinate)
-        replica_axes = self._replica_axes(layout, geometry, coord) if self.deduplicate else ()
-        cut = " x ".join(names[axis] for axis in geometry.cutting) or "-"
-        spread_over = " x ".join(f"{names[axis.axis]}:{len(axis.members)}" for axis in replica_axes)
-        mesh_label = f"mesh{number} " if number else ""
-        return Domain(
-            label=f"{mesh_label}cut by {cut}, owners over {spread_over or '-'}",
-            mesh=layout.mesh,
-            shard_axes=geometry.cutting,
-            shard_sizes=tuple(sizes[axis] for axis in geometry.cutting),
-            shard_rank=geometry.own,
-            replica_axes=replica_axes,
-            replica_rank=_row_major(
-                [axis.rank for axis in replica_axes], [len(axis.members) for axis in replica_axes]
-            ),
-        )
-
-    def _replica_axes(
-        self, layout: Layout, geometry: Geometry, coord: Coordinate
-    ) -> tuple[ReplicaAxis, ...]:
-        ranks = _ranks(layout.mesh)
-        topology = self.topology or Topology.from_hosts(["one host"] * (int(ranks.max()) + 1))
-        found = []
-        for axis in geometry.replicated:
-            name = layout.abstract_mesh.axis_names[axis]
-            groups = replica_subgroups(ranks, axis, topology, name)
-            members = next(group for group in groups if coord[axis] in group)
-            if len(members) > 1:
-                found.append(ReplicaAxis(axis, groups, members, members.index(coord[axis])))
-        return tuple(found)
-
-    def batches(self, entries: Sequence[tuple[Entry, Geometry]]) -> list[Batch]:
-        """The batches of one class; every replica owner's list is cut where the cap is reached."""
-        first, geometry = entries[0]
-        domain = self.domain(first, geometry)
-        cost = newton_schulz_cost(first.view.rows, first.view.cols, first.orthogonalization.steps)
-        loads = self.loads.setdefault(
-            domain.label, [[0.0] * domain.shard_size for _ in range(domain.replica_size)]
-        )
-        owners = spread([g.count * cost for _, g in entries], [sum(line) for line in loads])
-        capacity = batch_capacity(first.view.rows * first.view.cols, domain.shard_size)
-        lists: list[list[list[tuple[Entry, Geometry]]]] = []
-        for replica in range(domain.replica_size):
-            mine = [pair for pair, owner in zip(entries, owners) if owner == replica]
-            lists.append(_capped(mine, capacity))
-        batches = []
-        for slot in range(max(len(chunks) for chunks in lists)):
-            parts = tuple(
-                self._part(chunks[slot] if slot < len(chunks) else [], first, domain, cost, line)
-                for chunks, line in zip(lists, loads)
-            )
-            batches.append(
-                Batch(
-                    rows=first.view.rows,
-                    cols=first.view.cols,
-                    dtype=first.dtype,
-                    device=first.device,
-                    orthogonalization=first.orthogonalization,
-                    domain=domain,
-                    parts=parts,
-                )
-            )
-        return batches
-
-    def _part(
-        self,
-        pairs: Sequence[tuple[Entry, Geometry]],
-        first: Entry,
-        domain: Domain,
-        cost: float,
-        loads: list[float],
-    ) -> Part:
-        members: list[Member] = []
-        count = 0
-        for entry, geometry in pairs:
-            members.append(Member(entry.index, entry.name, geometry, count))
-            count += geometry.count
-        bounds = share_out(count, cost, loads)
-        for owner, (start, stop) in enumerate(pairwise(bounds)):
-            loads[owner] += (stop - start) * cost
-        dtype = first.orthogonalization.dtype
-        area = first.view.rows * first.view.cols
-        return Part(
-            members=tuple(members),
-            bounds=bounds,
-            overlaps=_overlaps(members, bounds),
-            segments=tuple(
-                BufferLayout.of(
-                    [len(members), *(m.geometry.pieces[shard].numel for m in members)], dtype
-                )
-                for shard in range(domain.shard_size)
-            ),
-            chunks=tuple(
-                pad_to_alignment((stop - start) * area, dtype) for start, stop in pairwise(bounds)
-            ),
-            publication=BufferLayout.of(
-                [m.geometry.pieces[domain.shard_rank].numel for m in members], first.dtype
-            ),
-        )
-
-
-def batch_capacity(area: int, shard_size: int) -> int:
-    """Matrices of `area` elements in a batch, unless one parameter alone has more.
-
-    The paper caps a batch at 2^29 elements over the shard-group size. Two things are added. A
-    batch smaller than the shard group would leave compute owners idle while the next gather
-    waits for the busy ones, so a batch holds one matrix per owner as long as all of it stays
-    below 2^29 elements; and it holds whole rounds, the same number for every owner.
-    """
-    if area == 0:
-        return 1
-    cap = max(MAX_BATCH_ELEMENTS // shard_size, min(shard_size * area, MAX_BATCH_ELEMENTS))
-    capacity = max(cap // area, 1)
-    return capacity - capacity % shard_size if capacity > shard_size else capacity
-
-
-def _capped(
-    pairs: Sequence[tuple[Entry, Geometry]], capacity: int
-) -> list[list[tuple[Entry, Geometry]]]:
-    """Cuts a list of parameters where they would hold more than `capacity` matrices together."""
-    chunks: list[list[tuple[Entry, Geometry]]] = []
-    filled = 0
-    for entry, geometry in pairs:
-        if not chunks or filled + geometry.count > capacity:
-            chunks.append([])
-            filled = 0
-        chunks[-1].append((entry, geometry))
-        filled += geometry.count
-    return chunks
-
-
-def _overlaps(members: Sequence[Member], bounds: Sequence[int]) -> tuple[Overlap, ...]:
-    found = []
-    for position, member in enumerate(members):
-        at = member.first
-        stop = member.first + member.count
-        while at < stop:
-            owner = bisect.bisect_right(bounds, at) - 1
-            end = min(stop, bounds[owner + 1])
-            lo, hi = at - member.first, end - member.first
-            found.append(Overlap(position, owner, lo, hi, at - bounds[owner]))
-            at = end
-    return tuple(found)
-
-
-def _ranks(mesh: DeviceMesh | AbstractMesh) -> torch.Tensor:
-    if isinstance(mesh, AbstractMesh):
-        return torch.arange(mesh.world_size).reshape(mesh.shape)
-    return mesh.mesh
-
-
-def _row_major(position: Sequence[int], sizes: Sequence[int]) -> int:
-    index = 0
-    for place, size in zip(position, sizes):
-        index = index * size + place
-    return index

@@ -68,8 +68,9 @@ class MatrixView:
         unknown = sorted(set(sizes) - set(names))
         if unknown:
             raise MuonError(f"view {pattern!r}: sizes given for axes it does not have: {unknown}")
-        kept = {name: _length_or_pieces(size) for name, size in sizes.items()}
-        wrong = {name: sizes[name] for name, size in kept.items() if size is None}
+        read = {name: _length_or_pieces(size) for name, size in sizes.items()}
+        kept = {name: size for name, size in read.items() if size is not None}
+        wrong = {name: size for name, size in sizes.items() if name not in kept}
         if wrong:
             raise MuonError(
                 f"view {pattern!r}: sizes must be positive integers, or a tuple of them for an "
@@ -101,9 +102,7 @@ class MatrixView:
             raise MuonError(f"{name}: view {self.pattern!r} splits {self.split!r}; use kinds()")
         return self.kinds(shape, name)[0]
 
-    def kinds(
-        self, shape: Sequence[int], name: str = "the parameter"
-    ) -> tuple[ResolvedView, ...]:
+    def kinds(self, shape: Sequence[int], name: str = "the parameter") -> tuple[ResolvedView, ...]:
         """The view of a parameter of this global shape, one for every kind of matrices.
 
         Raises:
