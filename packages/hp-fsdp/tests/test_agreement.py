@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
 
-from hp_fsdp import fully_shard
+from hp_fsdp import CommPolicy, fully_shard
 from hp_fsdp.testing import assert_same, full_gradients
+from hp_platform.links import Link
 from hp_platform.testing import run_ranks
 
 
@@ -31,8 +32,11 @@ class Combination:
     last_dim: bool  # shard the last dim instead of the first
     accumulation: str
     depth: int
+    comm_policy: object
 
 
+# The link makes anything below 128 bytes travel with others.
+POLICIES = ("per_parameter", "shared_buffer", CommPolicy("auto", Link(1e-6, 1.6e7)))
 ACCUMULATION = ("every time", "fast tier until the last", "nothing until the last")
 
 
@@ -52,6 +56,7 @@ def combinations(draw):
         last_dim=draw(st.booleans()),
         accumulation=draw(st.sampled_from(ACCUMULATION)),
         depth=draw(st.integers(0, 2)),
+        comm_policy=draw(st.sampled_from(POLICIES)),
     )  # fmt: skip
 
 
@@ -100,6 +105,7 @@ def agrees(how, world, rank):
     options = {
         "mesh": mesh,
         "reshard_after_forward": how.reshard,
+        "comm_policy": how.comm_policy,
         "shard_placement_fn": (lambda p: Shard(p.ndim - 1)) if how.last_dim else None,
     }
     for layer, unit in zip(model.layers, how.units):

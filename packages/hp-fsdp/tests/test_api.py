@@ -656,7 +656,7 @@ def test_unshard_gathers_and_reshard_releases_what_it_says():
         assert type(block.up.weight) is nn.Parameter
         assert torch.equal(block.up.weight, reference.blocks[1].up.weight)
         assert isinstance(model.blocks[0].up.weight, hp_dtensor_type())
-        buffer = block._hp_fsdp_unit.parameters[0]._buffer
+        buffer = block._hp_fsdp_unit.buckets[0]._buffer
         assert buffer.is_held
         block.reshard()
         assert not buffer.is_held

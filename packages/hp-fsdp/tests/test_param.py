@@ -17,7 +17,7 @@ from hp_dtensor import (
 )
 from hp_fsdp import ShardingError, fully_shard
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
-from hp_platform import MeshAxis, all_reduce, ledger
+from hp_platform import MeshAxis, all_reduce, ledger, reduce_scatter
 from hp_platform.buffers import aligned_empty
 from hp_platform.testing import run_ranks
 
@@ -249,25 +249,55 @@ def test_shards_and_buffers_are_aligned_and_gathering_copies_nothing():
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         model = nn.Linear(7, 5)
         fully_shard(model, mesh=mesh)
-        shard = model._hp_fsdp_unit.parameters[0]
+        bucket = model._hp_fsdp_unit.buckets[0]
+        (shard,) = bucket.parameters
         assert shard.local.data_ptr() % 512 == 0
         addresses = set()
         for _ in range(3):
             model.unshard()
-            assert model.weight.data_ptr() == shard._buffer.data.data_ptr()
+            assert model.weight.data_ptr() == bucket._buffer.data.data_ptr()
             addresses.add(model.weight.data_ptr())
             model.reshard()
         assert len(addresses) == 1
         assert addresses.pop() % 512 == 0
         # What travels is the shard's own memory, padding included.
-        assert shard._travelling_piece().data_ptr() == shard.local.data_ptr()
-        assert shard._travelling_piece().numel() == 3 * 7
-        # An even gradient is sent from where autograd left it.
-        even = nn.Linear(6, 4, bias=False)
-        fully_shard(even, mesh=mesh)
-        gradient = torch.randn(4, 6)
-        sent = even._hp_fsdp_unit.parameters[0].reduction_input(gradient)
-        assert sent.data_ptr() == gradient.data_ptr()
+        assert bucket._travelling_part().data_ptr() == shard.local.data_ptr()
+        assert bucket._travelling_part().numel() >= 3 * 7
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("comm_policy", ["per_parameter", "shared_buffer"])
+def test_gradients_are_sent_from_where_autograd_accumulated_them(monkeypatch, comm_policy):
+    sent = []
+
+    def reduce_scatter_of(tensor, axis, **kwargs):
+        sent.append(tensor)
+        return reduce_scatter(tensor, axis, **kwargs)
+
+    def body(rank):
+        monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", reduce_scatter_of)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))  # uneven rows
+        fully_shard(model, mesh=mesh, comm_policy=comm_policy)
+        places = {}
+
+        def remember(name, parameter):
+            places[name] = parameter.grad.data_ptr()
+
+        for _ in range(2):
+            sent.clear()
+            out = model(torch.ones(2, 6))
+            for name, p in model.named_parameters():
+                # Before autograd accumulates, the place is there already.
+                p.register_hook(lambda _, n=name, p=p: remember(n, p))
+            out.sum().backward()
+            assert len(places) == 4
+            spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in sent]
+            for place in places.values():
+                assert any(start <= place < stop for start, stop in spans)
+            model.zero_grad()
 
     run_ranks(body, 2)
 
@@ -277,17 +307,23 @@ def test_padding_travels_as_zeros(monkeypatch):
     def poisoned(numel, dtype, device):
         return aligned_empty(numel, dtype, device).fill_(float("nan"))
 
+    sent = []
+
+    def reduce_scatter_of(tensor, axis, **kwargs):
+        sent.append(tensor.clone())
+        return reduce_scatter(tensor, axis, **kwargs)
+
     def body(rank):
-        monkeypatch.setattr("hp_fsdp.param.aligned_empty", poisoned)
+        monkeypatch.setattr("hp_fsdp.bucket.aligned_empty", poisoned)
+        monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", reduce_scatter_of)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         for dim in (0, 1):
             model = nn.Linear(5, 3, bias=False)
             fully_shard(model, mesh=mesh, shard_placement_fn=lambda p, d=dim: Shard(d))
-            shard = model._hp_fsdp_unit.parameters[0]
-            sent = shard.reduction_input(torch.ones(3, 5))
-            assert sent.numel() == (20 if dim == 0 else 18)
-            assert sent.sum() == 15
-            assert shard._travelling_piece().isfinite().all()
+            model(torch.ones(1, 5)).sum().backward()
+            assert sent[-1].sum() == 15
+            bucket = model._hp_fsdp_unit.buckets[0]
+            assert bucket._travelling_part().isfinite().all()
 
     run_ranks(body, 2)
 

@@ -112,7 +112,7 @@ def test_at_most_depth_plus_one_units_are_gathered():
                             shard.full.register_hook(look)
                     out.sum().backward()
                     assert all(unit.state is UnitState.SHARDED for unit in units)
-                    assert not any(p._buffer.is_held for unit in units for p in unit.parameters)
+                    assert not any(b.is_held for unit in units for b in unit.buckets)
                 # A segment of several units is recomputed one unit at a time.
                 spare = 1 if checkpointed == "whole" else 0
                 assert depth + 1 <= peak[0] <= depth + 1 + spare, (checkpointed, depth, peak)

@@ -4,6 +4,7 @@ import hp_fsdp
 def test_public_names():
     assert sorted(hp_fsdp.__all__) == [
         "CPUOffloadPolicy",
+        "CommPolicy",
         "FSDPModule",
         "MixedPrecisionPolicy",
         "NotAvailableError",
@@ -11,6 +12,7 @@ def test_public_names():
         "ShardingError",
         "UnshardHandle",
         "UsageError",
+        "explain",
         "full_state_dict",
         "fully_shard",
         "load_full_state_dict",

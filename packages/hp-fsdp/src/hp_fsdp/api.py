@@ -13,12 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_fsdp import hooks, optimizers, state_dict
+from hp_fsdp.bucket import make_bucket
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
-from hp_fsdp.param import SHARDED_MARK, Owner, ShardedParameter
-from hp_fsdp.policies import MixedPrecisionPolicy, OffloadPolicy
+from hp_fsdp.param import SHARDED_MARK
+from hp_fsdp.policies import AUTO, PER_PARAMETER, CommPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hp_fsdp.root import UNIT_ATTRIBUTE, Root, unit_of
+from hp_fsdp.schedule import Candidate, Journey, Owner, schedule
 from hp_fsdp.unit import Unit
+from hp_platform.links import Link
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -35,6 +38,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    comm_policy: CommPolicy | str = ...,
 ) -> FSDPModule: ...
 
 
@@ -48,6 +52,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
+    comm_policy: CommPolicy | str = ...,
 ) -> list[FSDPModule]: ...
 
 
@@ -60,6 +65,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  a frozen value
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  a frozen value
     ignored_params: set[nn.Parameter] | None = None,
+    comm_policy: CommPolicy | str = PER_PARAMETER,
 ) -> FSDPModule | list[FSDPModule]:
     """Shards the parameters of `module`, in place, and returns it.
 
@@ -79,6 +85,10 @@ def fully_shard(
         mp_policy: types of computation, reduction and outputs.
         offload_policy: only the base policy is available.
         ignored_params: parameters to leave alone.
+        comm_policy: which parameters have collectives of their own and which share one; not an
+            argument of FSDP2. "per_parameter", "shared_buffer", "auto" or a `CommPolicy`. Values
+            do not depend on it; layouts do: what shares a buffer is placed `RaggedShard`. A
+            parameter for which `shard_placement_fn` names a dim travels alone.
 
     Gradients are summed over all data-parallel ranks and divided by their number. In a unit of
     which backward has used some parameter, the others have gradient zero; a unit that backward
@@ -99,18 +109,21 @@ def fully_shard(
     data = DataMesh.of(mesh)
     found = _owned_parameters(modules, set(ignored_params or ()))
     _move_buffers(modules, data.shard.device)
-    parameters = [
-        ShardedParameter(
-            parameter,
-            owners,
-            name,
-            data,
-            _placement(shard_placement_fn, parameter, name),
-            mp_policy,
-        )
+    candidates = [
+        Candidate.of(parameter, name, owners, _placement(shard_placement_fn, parameter, name), data)
         for parameter, (name, owners) in found.items()
     ]
-    unit = Unit(modules, parameters, data, mp_policy, reshard)
+    comm = CommPolicy.of(comm_policy)
+    link = data.link() if comm.needs_link and data.shard.size > 1 else None
+    journeys = _journeys(candidates, data, mp_policy, comm, link)
+    buckets = [make_bucket(journey, data, mp_policy) for journey in journeys]
+    taken = {
+        id(candidate): parameter
+        for journey, bucket in zip(journeys, buckets)
+        for candidate, parameter in zip(journey.candidates, bucket.parameters)
+    }
+    parameters = [taken[id(candidate)] for candidate in candidates]
+    unit = Unit(modules, buckets, parameters, data, mp_policy, reshard, comm, link)
     for each in modules:
         each.__dict__[UNIT_ATTRIBUTE] = unit
         each.__class__ = _sharded_class(type(each))  # type: ignore[arg-type]
@@ -223,6 +236,21 @@ def _unsharded_submodules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             if child is not None and unit_of(child) is None
         ]
         stack.extend(reversed(children))
+
+
+def _journeys(
+    candidates: Sequence[Candidate],
+    data: DataMesh,
+    precision: MixedPrecisionPolicy,
+    policy: CommPolicy,
+    link: Link | None,
+) -> list[Journey]:
+    """Decides which candidates travel together, on all ranks alike."""
+    journeys = schedule(candidates, data, precision, policy, link)
+    if policy.choice == AUTO:
+        together = [tuple(c.name for c in journey.candidates) for journey in journeys]
+        data.agree("which parameters travel together", together)
+    return journeys
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

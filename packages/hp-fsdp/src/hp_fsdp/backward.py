@@ -10,46 +10,47 @@ before anything else reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from attrs import define
 from torch import Tensor
 
 from hp_dtensor.settlement import settle_gradients
+from hp_fsdp.bucket import Bucket, Scatter
 from hp_fsdp.gradient_buffer import GradientBuffer
+from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.unit import PACKAGE, Unit
-from hp_platform import Handle, Origin, all_reduce, mark, reduce_scatter
+from hp_platform import Handle, Origin, all_reduce, mark
 
 SETTLEMENT_BEGINS = "hp_fsdp settlement begins"
 SETTLEMENT_ENDS = "hp_fsdp settlement ends"
 
 
 @define(eq=False)
-class Bucket:
-    """Gradients of one unit and one element type on their way through both tiers.
+class FusedGradients:
+    """Gradients of one unit and one element type on their way through both tiers."""
 
-    `reduce_scatters` keep their inputs, the full gradients, alive until they are waited for.
-    """
-
-    parameters: tuple[ShardedParameter, ...]
+    buckets: tuple[Bucket, ...]
     buffer: GradientBuffer
-    reduce_scatters: list[Handle[Tensor]]
+    scatters: list[Scatter]
     earlier: Tensor | None = None
     """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
 
-    def wait_fast(self) -> None:
-        """Waits for the shard axis; the full gradients may be freed then."""
-        for handle in self.reduce_scatters:
-            handle.wait()
-        self.reduce_scatters.clear()
+    def wait_fast(self, pages: PagePool) -> None:
+        """Waits for the shard axis; the full gradients' memory is free then."""
+        for scatter in self.scatters:
+            scatter.wait(pages)
+        self.scatters.clear()
 
-    def gradients(self) -> Iterable[tuple[ShardedParameter, Tensor]]:
-        """Every parameter with its place in the buffer, in the shape of its shard."""
-        for parameter, view in zip(self.parameters, self.buffer.views):
-            yield parameter, parameter.local_gradient(view)
+    def gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
+        """Every trainable parameter with its place in the buffer, in the shape of its shard."""
+        for bucket, part in zip(self.buckets, self.buffer.views):
+            for parameter in bucket.parameters:
+                if parameter.sharded.requires_grad:
+                    yield parameter, bucket.local_gradient(parameter, part)
 
 
 @define(eq=False)
@@ -57,7 +58,7 @@ class Reduction:
     """One unit's gradient reduction in flight."""
 
     unit: Unit
-    buckets: list[Bucket]
+    fused: list[FusedGradients]
     to_replicas: bool
     """Whether the unit has replicas to agree with."""
     completes: bool
@@ -65,61 +66,59 @@ class Reduction:
 
     @classmethod
     def issue(cls, unit: Unit) -> Reduction:
-        """Issues the reduce-scatters of every trainable parameter, each into its view.
+        """Issues the reduce-scatters of every bucket that trains, each into its view.
 
         A parameter that this backward did not use contributes zero, so that ranks which used
         different parameters of the unit still issue the same collectives.
         """
         origin = Origin(PACKAGE, unit.path, "backward")
-        by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
-        for parameter in unit.trainable:
-            by_dtype.setdefault(parameter.reduce_dtype, []).append(parameter)
-        buckets = []
-        for dtype, parameters in by_dtype.items():
-            buffer = unit.slots(parameters, dtype).allocate(unit.data.shard.device)
-            handles = [
-                reduce_scatter(
-                    parameter.reduction_input(parameter.take_gradient()),
-                    unit.data.shard,
-                    output=view,
-                    origin=origin,
-                )
-                for parameter, view in zip(parameters, buffer.views)
-            ]
-            # Taken now, so that nothing else finds them and reduces them a second time.
-            earlier = unit.partial_sums.pop(dtype, None) if unit.requires_all_reduce else None
-            buckets.append(Bucket(tuple(parameters), buffer, handles, earlier))
-        return cls(unit, buckets, unit.data.has_replicas, unit.requires_all_reduce)
+        by_dtype: dict[torch.dtype, list[Bucket]] = {}
+        for bucket in unit.buckets:
+            if bucket.has_trainable:
+                by_dtype.setdefault(bucket.reduce_dtype, []).append(bucket)
+        fused = []
+        with torch.no_grad():
+            for dtype, buckets in by_dtype.items():
+                buffer = unit.slots(buckets, dtype).allocate(unit.data.shard.device)
+                scatters = [
+                    bucket.scatter(view, unit.pages, origin)
+                    for bucket, view in zip(buckets, buffer.views)
+                ]
+                # Taken now, so that nothing else finds them and reduces them a second time.
+                earlier = unit.partial_sums.pop(dtype, None) if unit.requires_all_reduce else None
+                fused.append(FusedGradients(tuple(buckets), buffer, scatters, earlier))
+        return cls(unit, fused, unit.data.has_replicas, unit.requires_all_reduce)
 
     def wait_fast(self) -> None:
-        """As `Bucket.wait_fast`, for all buckets."""
-        for bucket in self.buckets:
-            bucket.wait_fast()
+        """As `FusedGradients.wait_fast`, for all element types."""
+        with torch.no_grad():
+            for fused in self.fused:
+                fused.wait_fast(self.unit.pages)
 
     def issue_slow(self) -> None:
         """Issues one all-reduce per buffer, earlier micro-steps included."""
         assert self.unit.data.replicate is not None
         origin = Origin(PACKAGE, self.unit.path, "backward")
-        for bucket in self.buckets:
-            if bucket.earlier is not None:
-                bucket.buffer.data.add_(bucket.earlier)
-                bucket.earlier = None
-            bucket.all_reduce = all_reduce(
-                bucket.buffer.data, self.unit.data.replicate, origin=origin
+        for fused in self.fused:
+            if fused.earlier is not None:
+                fused.buffer.data.add_(fused.earlier)
+                fused.earlier = None
+            fused.all_reduce = all_reduce(
+                fused.buffer.data, self.unit.data.replicate, origin=origin
             )
 
     def keep_for_later(self) -> None:
         """Micro-steps without the slow tier: sums stay on the shards."""
-        for bucket in self.buckets:
-            self.unit.add_partial_sum(bucket.buffer)
+        for fused in self.fused:
+            self.unit.add_partial_sum(fused.buffer)
 
     def finish(self) -> None:
         """Waits for the slow tier and divides; the buffers then hold final gradients."""
-        for bucket in self.buckets:
-            if bucket.all_reduce is not None:
-                bucket.all_reduce.wait()
+        for fused in self.fused:
+            if fused.all_reduce is not None:
+                fused.all_reduce.wait()
             if self.unit.divisor != 1:
-                bucket.buffer.data.div_(self.unit.divisor)
+                fused.buffer.data.div_(self.unit.divisor)
 
 
 class BackwardPipeline:
@@ -192,8 +191,8 @@ class BackwardPipeline:
 
     def _write(self, reduction: Reduction) -> None:
         """Hands out gradients that are final; summands wait for the settlement."""
-        for bucket in reduction.buckets:
-            for parameter, gradient in bucket.gradients():
+        for fused in reduction.fused:
+            for parameter, gradient in fused.gradients():
                 if parameter.partial_layout is None:
                     parameter.write_gradient(gradient)
                 else:

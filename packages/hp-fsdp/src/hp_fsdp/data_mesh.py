@@ -6,13 +6,15 @@ replicates and is meant for the slow tier (paper section 5.2).
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor.mesh import mesh_axis
 from hp_fsdp.errors import ShardingError
-from hp_platform import MeshAxis
+from hp_platform import MeshAxis, Origin, agree, all_reduce
+from hp_platform.links import Link, measure_link
 
 
 @frozen
@@ -64,6 +66,39 @@ class DataMesh:
     @property
     def has_replicas(self) -> bool:
         return self.replicate is not None and self.replicate.size > 1
+
+    def link(self) -> Link:
+        """Latency and bandwidth of the shard axis: the same on all data-parallel ranks.
+
+        Measured once for a mesh object; all its ranks must ask for it.
+        """
+        known: dict[str, Link] = self.mesh.__dict__.setdefault("_hp_links", {})
+        if self.shard.name not in known:
+            link = measure_link(self.shard)
+            if self.has_replicas:
+                assert self.replicate is not None
+                link = _slowest(link, self.replicate)
+            known[self.shard.name] = link
+        return known[self.shard.name]
+
+    def agree(self, name: str, value: object) -> None:
+        """Checks that all data-parallel ranks hold the same `value`; all must make this call.
+
+        Raises:
+            AgreementError: they do not.
+        """
+        agree(name, value, self.shard)
+        if self.has_replicas:
+            assert self.replicate is not None
+            agree(name, value, self.replicate)
+
+
+def _slowest(link: Link, axis: MeshAxis) -> Link:
+    """What the slowest of the coordinates of `axis` has found."""
+    found = torch.tensor([link.latency, 1 / link.bandwidth], dtype=torch.float64).to(axis.device)
+    origin = Origin("hp_fsdp", "links", "calibration")
+    latency, inverse = all_reduce(found, axis, op="max", origin=origin).wait().tolist()
+    return Link(latency, 1 / inverse)
 
 
 def _world_mesh() -> DeviceMesh:

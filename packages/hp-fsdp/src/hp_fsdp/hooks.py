@@ -137,6 +137,7 @@ class Call:
             unit.backward_pass = current_backward_pass()
         unit.gather("backward")
         unit.wait()
+        unit.make_room()
         if first:
             root.backward_order.enter(unit, unit.backward_prefetch)
 

@@ -1,4 +1,4 @@
-"""Mixed precision and offload policies, with the meaning they have in PyTorch's FSDP2."""
+"""Policies: mixed precision and offload as in PyTorch's FSDP2, and how parameters travel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from attrs import fields, frozen
 
 from hp_fsdp.errors import NotAvailableError, ShardingError
+from hp_platform.links import Link
 
 
 @frozen
@@ -73,4 +74,68 @@ class CPUOffloadPolicy(OffloadPolicy):
         raise NotAvailableError(
             f"CPUOffloadPolicy({fields(type(self)).pin_memory.name}={self.pin_memory}) is not "
             "available in this version of hp_fsdp; leave offload_policy at OffloadPolicy()"
+        )
+
+
+PER_PARAMETER, SHARED_BUFFER, AUTO = "per_parameter", "shared_buffer", "auto"
+_ALONE_FROM = 8
+"""`auto` sends a parameter alone if its transfer takes at least this many times the latency."""
+
+
+@frozen
+class CommPolicy:
+    """Which parameters of a unit travel alone over the shard axis, and which together.
+
+    Attributes:
+        choice: "per_parameter": all alone. "shared_buffer": all of a unit together, as far as
+            they have the same type and are all trainable or all frozen. "auto": together what is
+            small against the link's latency.
+        link: latency and bandwidth of the shard axis for "auto"; None measures them.
+
+    Raises:
+        ShardingError: the choice is none of the three, or `link` is not a `hp_platform.Link`.
+    """
+
+    choice: str = PER_PARAMETER
+    link: Link | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.choice not in (PER_PARAMETER, SHARED_BUFFER, AUTO):
+            raise ShardingError(
+                f"comm_policy must be {PER_PARAMETER!r}, {SHARED_BUFFER!r} or {AUTO!r}, found "
+                f"{self.choice!r}"
+            )
+        if self.link is not None and not isinstance(self.link, Link):
+            raise ShardingError(
+                f"CommPolicy.link must be a hp_platform.Link or None, found {self.link!r}"
+            )
+
+    @classmethod
+    def of(cls, value: object) -> CommPolicy:
+        """`value` itself, or the policy of that name."""
+        return value if isinstance(value, CommPolicy) else cls(str(value))
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether the decision depends on a link that has to be measured."""
+        return self.choice == AUTO and self.link is None
+
+    def shares(self, nbytes: int, link: Link | None) -> bool:
+        """Whether a parameter of `nbytes`, gathered, travels with others."""
+        if self.choice != AUTO:
+            return self.choice == SHARED_BUFFER
+        link = self.link or link
+        assert link is not None
+        return nbytes < _ALONE_FROM * link.latency * link.bandwidth
+
+    def describe(self, link: Link | None) -> str:
+        """The policy and what it follows from, for `explain`."""
+        link = self.link or link
+        if self.choice != AUTO or link is None:
+            return self.choice
+        source = "given" if self.link is not None else "measured"
+        threshold = _ALONE_FROM * link.latency * link.bandwidth
+        return (
+            f"auto: alone from {threshold:,.0f} bytes ({_ALONE_FROM} times the {source} latency of "
+            f"{link.latency * 1e6:.0f} us at {link.bandwidth / 1e9:.2f} GB/s)"
         )

@@ -15,6 +15,7 @@ from torch import nn
 from hp_dtensor.end_of_backward import queue_at_end_of_backward
 from hp_fsdp.backward import BackwardPipeline
 from hp_fsdp.errors import UsageError
+from hp_fsdp.pages import PagePool
 from hp_fsdp.param import SHARDED_MARK, ShardedParameter
 from hp_fsdp.prefetch import GatherOrder
 from hp_fsdp.unit import Unit
@@ -70,6 +71,7 @@ class Root:
         units: all of them, in `named_modules` order.
         forward_order, backward_order: what to gather ahead.
         pipeline: gradient reductions in flight.
+        pages: memory that units leave to one another.
         is_last_backward: False leaves the slow tier in flight at the end of a backward; the next
             one with True settles it.
     """
@@ -80,6 +82,7 @@ class Root:
         self.forward_order = GatherOrder("forward")
         self.backward_order = GatherOrder("backward")
         self.pipeline = BackwardPipeline()
+        self.pages = PagePool()
         self.is_last_backward = True
         # The module whose forward is the outermost in progress.
         self._forward_of: nn.Module | None = None
@@ -224,9 +227,13 @@ class Root:
         unit.reduced = True
         if unit.needs_reduction:
             self.pipeline.after_unit(unit)
-        elif not unit.requires_gradient_sync:
-            for parameter in unit.trainable:
-                parameter.accumulate()
+            return
+        with torch.no_grad():
+            for bucket in unit.buckets:
+                if unit.requires_gradient_sync:
+                    bucket.drop_room(self.pages)
+                else:
+                    bucket.accumulate(self.pages)
 
     def _forget_failed_pass(self) -> None:
         if self._running is not None and self._running() is None:
@@ -243,5 +250,5 @@ class Root:
             unit.calls_within.clear()
             unit.modules_running.clear()
             unit.partial_sums.clear()
-            for parameter in unit.parameters:
-                parameter.take_gradient()
+            for bucket in unit.buckets:
+                bucket.forget(self.pages)

@@ -1,167 +1,170 @@
-"""How one parameter is cut over the shard axis and how its pieces travel, decided once.
+"""Which parameters of a unit travel alone and which together, decided once.
 
-Every parameter travels alone (paper section 5.1). For a leading dim the cut is by chunks of
-`ceil(rows / world)` rows: if every rank's piece is padded to a whole chunk, the pieces laid end to
-end hold the full tensor in their first elements and padding only in their tail, so the gathered
-parameter is a view of the buffer and nothing is unpacked. Other dims are cut likewise, but their
-pieces have to be concatenated.
+On a link whose latency is small against the message, one collective per parameter is right: it
+overlaps with the computation that needs another parameter. Where latency dominates, small
+parameters share a buffer and with it one collective. `auto` decides for every parameter, from its
+size and the latency and bandwidth of the axis that shards; that all ranks decide alike is checked.
 """
 
 from __future__ import annotations
 
-import math
-from functools import cached_property
+from collections.abc import Sequence
 
+import torch
 from attrs import frozen
+from torch import nn
+from torch.distributed.tensor import DTensor as TorchDTensor
+from torch.distributed.tensor import Shard
 
-from hp_dtensor.layout import Layout
-from hp_dtensor.placements import (
-    Placement,
-    Replicate,
-    Shard,
-    StridedShard,
-    is_sharding,
-    sharded_dims,
-)
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.layout import Layout, layout_of
+from hp_fsdp.cut import Cut, SharedCut, SharedLayout, check_source
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
+from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hp_platform.links import Link
 
-Shape = tuple[int, ...]
+
+@frozen
+class Owner:
+    """A place where the parameter is registered. Tied parameters have several."""
+
+    module: nn.Module
+    name: str
 
 
-@frozen(slots=False)
-class Cut:
-    """A tensor of `shape` cut along `dim` into `world` chunks, seen from coordinate `rank`.
+@frozen(eq=False)
+class Candidate:
+    """A parameter that `fully_shard` is about to take.
 
-    `shape` is what one rank holds before data-parallel sharding: the whole parameter, or its
-    part on this rank where tensor parallelism has cut it already.
+    Attributes:
+        parameter: as it is registered now.
+        name: qualified, for errors.
+        owners: every place that holds it.
+        placement: what `shard_placement_fn` said, or None.
+        source: layout the parameter came with, or None.
     """
 
-    shape: Shape
-    dim: int
-    world: int
-    rank: int
+    parameter: nn.Parameter
+    name: str
+    owners: tuple[Owner, ...]
+    placement: Shard | None
+    source: Layout | None
 
-    @cached_property
-    def chunk(self) -> int:
-        """Length of a whole chunk along `dim`."""
-        return -(-self.shape[self.dim] // self.world)
+    @classmethod
+    def of(
+        cls,
+        parameter: nn.Parameter,
+        name: str,
+        owners: tuple[Owner, ...],
+        placement: Shard | None,
+        data: DataMesh,
+    ) -> Candidate:
+        """Checks that the parameter can be cut.
 
-    def length(self, rank: int) -> int:
-        """Length of the piece of coordinate `rank`: short or empty for the last ones."""
-        return max(min(self.chunk, self.shape[self.dim] - rank * self.chunk), 0)
+        Raises:
+            ShardingError: it cannot; the message names it.
+        """
+        if isinstance(parameter, DTensor | TorchDTensor):
+            kind = type(parameter)
+            raise ShardingError(
+                f"parameter {name!r} is a {kind.__module__}.{kind.__name__}: fully_shard takes "
+                "plain local parameters. Apply the plan with hp_dtensor.parallelize(..., "
+                "mode='production') first, and fully_shard only once"
+            )
+        source = layout_of(parameter)
+        candidate = cls(parameter, name, owners, placement, source)
+        candidate.dim  # noqa: B018  raises
+        if source is not None:
+            check_source(name, source, data)
+        return candidate
 
-    @cached_property
-    def start(self) -> int:
-        return min(self.rank * self.chunk, self.shape[self.dim])
+    @property
+    def dim(self) -> int:
+        """The dim that is cut when the parameter travels alone."""
+        ndim = self.parameter.ndim
+        if ndim == 0:
+            raise ShardingError(
+                f"parameter {self.name!r} is 0-dimensional and cannot be cut: give it shape (1,), "
+                "or list it in ignored_params"
+            )
+        dim = 0 if self.placement is None else self.placement.dim
+        if not -ndim <= dim < ndim:
+            raise ShardingError(
+                f"parameter {self.name!r} of shape {tuple(self.parameter.shape)} has no dim {dim}, "
+                "which shard_placement_fn asked to cut"
+            )
+        return dim % ndim
 
-    @cached_property
-    def local_shape(self) -> Shape:
-        return self._with(self.length(self.rank))
-
-    @cached_property
-    def padded_shape(self) -> Shape:
-        """Shape of a whole chunk: what travels."""
-        return self._with(self.chunk)
-
-    @cached_property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        return math.prod(self.padded_shape)
-
-    @cached_property
-    def gathered_numel(self) -> int:
-        """Elements of all chunks together: at least `numel`."""
-        return self.world * self.padded_numel
-
-    @cached_property
-    def is_leading(self) -> bool:
-        """The gathered chunks are the full tensor as they lie."""
-        return math.prod(self.shape[: self.dim]) == 1
-
-    @cached_property
-    def is_even(self) -> bool:
-        return self.gathered_numel == self.numel
-
-    def _with(self, length: int) -> Shape:
-        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :])
+    @property
+    def may_share(self) -> bool:
+        """Whether its layout may be ragged: nobody asked for another, and its size is the same on
+        all ranks of the model axes."""
+        even = self.source is None or self.source.is_even
+        return self.placement is None and self.parameter.numel() > 0 and even
 
 
-def sharded_layout(
-    name: str, shape: Shape, source: Layout | None, dim: int, data: DataMesh
-) -> Layout:
-    """Layout of a parameter after its local tensor has been cut along `dim` over `data`.
+@frozen(eq=False)
+class Journey:
+    """Parameters that travel in one collective, and how each is cut.
+
+    Attributes:
+        candidates: one, or several that share a buffer.
+        cuts: one for each.
+        part: elements that each rank contributes: the length of a rank's part of the buffer.
+    """
+
+    candidates: tuple[Candidate, ...]
+    cuts: tuple[Cut | SharedCut, ...]
+    part: int
+
+    @classmethod
+    def alone(cls, candidate: Candidate, data: DataMesh) -> Journey:
+        """One parameter, cut by chunks along its dim."""
+        shape = tuple(candidate.parameter.shape)
+        cut = Cut(shape, candidate.dim, data.shard.size, data.shard.rank)
+        return cls((candidate,), (cut,), cut.padded_numel)
+
+    @classmethod
+    def together(cls, candidates: Sequence[Candidate], data: DataMesh) -> Journey:
+        """Several in one buffer that is cut evenly."""
+        shapes = [tuple(c.parameter.shape) for c in candidates]
+        world, rank = data.shard.size, data.shard.rank
+        layout = SharedLayout.of(shapes, candidates[0].parameter.dtype.itemsize, world)
+        cuts = [
+            SharedCut(shape, offset, layout.part, world, rank)
+            for shape, offset in zip(shapes, layout.offsets)
+        ]
+        return cls(tuple(candidates), tuple(cuts), layout.part)
+
+
+def schedule(
+    candidates: Sequence[Candidate],
+    data: DataMesh,
+    precision: MixedPrecisionPolicy,
+    policy: CommPolicy,
+    link: Link | None,
+) -> list[Journey]:
+    """Every candidate in one journey; journeys in the order of their first parameter.
 
     Args:
-        name: the parameter's, for errors.
-        shape: shape of the local tensor before the cut.
-        source: layout the parameter came with, on a mesh that contains the axes of `data`; None
-            for a parameter that every rank holds whole.
-
-    Returns:
-        A layout on `source`'s mesh, otherwise on that of `data`. Where later axes already cut
-        `dim`, the data axis cuts what they left: `StridedShard(dim, product of their sizes)`.
-
-    Raises:
-        ShardingError: `source` does not have these axes, or is not replicated over them.
+        link: the shard axis's; needed by `auto` only.
     """
-    if source is None:
-        placements: list[Placement] = [Replicate()] * (len(data.axis_names) - 1)
-        return Layout(data.mesh, (*placements, Shard(dim)), shape)
-    _check_source(name, source, data)
-    mesh = source.abstract_mesh
-    axis = mesh.axis_index(data.axis_names[-1])
-    factor = math.prod(
-        mesh.sizes[later]
-        for later in range(axis + 1, mesh.ndim)
-        if is_sharding(source.placements[later]) and dim in sharded_dims(source.placements[later])
-    )
-    placements = list(source.placements)
-    placements[axis] = Shard(dim) if factor == 1 else StridedShard(dim, factor)
-    return source.with_placements(placements)
-
-
-def partial_gradient_layout(layout: Layout, source: Layout | None) -> Layout | None:
-    """`layout` with the partial gradients that `source` declares, or None if it declares none.
-
-    A parameter that is replicated over a model axis may have a gradient of which each rank holds
-    a summand; it is summed over that axis once, on shards, at the end of backward.
-    """
-    if (
-        source is None
-        or source.grad_placements == source.with_placements(source.placements).grad_placements
-    ):
-        return None
-    gradients = list(layout.grad_placements)
-    for axis, (value, gradient) in enumerate(zip(source.placements, source.grad_placements)):
-        if isinstance(value, Replicate) and not isinstance(gradient, Replicate):
-            gradients[axis] = gradient
-    return layout.with_placements(layout.placements, gradients)
-
-
-def _check_source(name: str, source: Layout, data: DataMesh) -> None:
-    mesh = source.abstract_mesh
-    sizes = [data.replicate.size, data.shard.size] if data.replicate else [data.shard.size]
-    for axis_name, size in zip(data.axis_names, sizes):
-        if axis_name not in mesh.axis_names or mesh.size(axis_name) != size:
-            raise ShardingError(
-                f"parameter {name!r} has a layout on the mesh {mesh}, which has no axis "
-                f"{axis_name!r} of size {size}; pass fully_shard a slice of that mesh, such as "
-                "mesh['dp_replicate', 'dp_shard']"
-            )
-        axis = mesh.axis_index(axis_name)
-        if not isinstance(source.placements[axis], Replicate):
-            raise ShardingError(
-                f"parameter {name!r} is already placed {source.placements[axis]} on mesh axis "
-                f"{axis_name!r}; fully_shard can only cut what is replicated there. Shard it over "
-                "another axis, or list it in ignored_params"
-            )
-        if not isinstance(source.grad_placements[axis], Replicate):
-            raise ShardingError(
-                f"parameter {name!r} declares a gradient placed {source.grad_placements[axis]} on "
-                f"data axis {axis_name!r}; fully_shard reduces gradients over that axis itself. "
-                "Leave data axes out of the parameter's contract"
-            )
+    together: dict[tuple[torch.dtype, bool], list[Candidate]] = {}
+    for candidate in candidates:
+        nbytes = (
+            candidate.parameter.numel() * precision.computes_in(candidate.parameter.dtype).itemsize
+        )
+        if data.shard.size > 1 and candidate.may_share and policy.shares(nbytes, link):
+            kind = (candidate.parameter.dtype, candidate.parameter.requires_grad)
+            together.setdefault(kind, []).append(candidate)
+    groups = [group for group in together.values() if len(group) > 1]
+    group_of = {id(c): group for group in groups for c in group}
+    journeys = []
+    for candidate in candidates:
+        group = group_of.get(id(candidate))
+        if group is None:
+            journeys.append(Journey.alone(candidate, data))
+        elif group[0] is candidate:
+            journeys.append(Journey.together(group, data))
+    return journeys

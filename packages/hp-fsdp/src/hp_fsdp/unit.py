@@ -1,7 +1,7 @@
 """A unit: the modules whose parameters one `fully_shard` call handles together.
 
 The unit gathers its parameters before they are needed and releases them afterwards, one
-all-gather per parameter (paper section 5.1). When to do so is decided in `hooks`, how gradients
+all-gather per bucket (paper section 5.1). When to do so is decided in `hooks`, how gradients
 are reduced in `backward`.
 """
 
@@ -16,11 +16,14 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
+from hp_fsdp.bucket import Bucket
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.gradient_buffer import GradientBuffer, GradientSlots
+from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
-from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hp_platform import Origin
+from hp_platform.links import Link
 
 if TYPE_CHECKING:
     from hp_fsdp.hooks import Call
@@ -44,8 +47,11 @@ class Unit:
 
     Attributes:
         modules: the modules given to `fully_shard`.
-        parameters: in registration order; collectives are issued in this order on every rank.
+        buckets: parameters that travel together; collectives are issued in this order on every
+            rank.
+        parameters: those of all buckets, in registration order.
         trainable: those whose gathered form requires a gradient, as of the last gather; in order.
+        comm: which parameters travel together, and `link`, what was measured to decide it.
         path: qualified module name below the root; shown in errors and in the ledger.
         root: shared state of the model; set at the first forward.
         reshard_after_forward: True, False, or None for "True unless this is the root".
@@ -68,16 +74,22 @@ class Unit:
     def __init__(
         self,
         modules: Sequence[nn.Module],
+        buckets: Sequence[Bucket],
         parameters: Sequence[ShardedParameter],
         data: DataMesh,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        comm: CommPolicy,
+        link: Link | None,
     ) -> None:
         self.modules = tuple(modules)
+        self.buckets = tuple(buckets)
         self.parameters = tuple(parameters)
         self.trainable = self._trainable()
         self.data = data
         self.policy = policy
+        self.comm = comm
+        self.link = link
         self.path = type(modules[0]).__name__
         self.root: Root | None = None
         self.reshard_after_forward = reshard_after_forward
@@ -110,8 +122,8 @@ class Unit:
             return
         origin = Origin(PACKAGE, self.path, phase)
         with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.begin_gather(origin)
+            for bucket in self.buckets:
+                bucket.begin_gather(self.pages, origin)
         self.trainable = self._trainable()
         self.state = UnitState.GATHERING
 
@@ -119,28 +131,28 @@ class Unit:
         """Makes the full parameters valid and registers them, if they are gathered at all."""
         if self.shows_shards:
             self.shows_shards = False
-            for parameter in self.parameters:
-                parameter.register(parameter.full)
+            for bucket in self.buckets:
+                bucket.register_full()
         if self.state is not UnitState.GATHERING:
             return
         with torch.no_grad():
-            for parameter in self.parameters:
-                parameter.finish_gather()
+            for bucket in self.buckets:
+                bucket.finish_gather()
         self.state = UnitState.GATHERED
 
     def show_shards(self) -> None:
         """Registers the shards and keeps what is gathered: until `wait`, gradients are found."""
         if self.state is UnitState.GATHERED and not self.shows_shards:
-            for parameter in self.parameters:
-                parameter.register(parameter.sharded)
+            for bucket in self.buckets:
+                bucket.register_shards()
             self.shows_shards = True
 
     def release(self) -> None:
         """Registers the shards again and gives the gathered memory back."""
         self.wait()
         if self.state is UnitState.GATHERED:
-            for parameter in self.parameters:
-                parameter.release()
+            for bucket in self.buckets:
+                bucket.release(self.pages)
             self.state = UnitState.SHARDED
         self.in_backward = False
 
@@ -149,8 +161,14 @@ class Unit:
         if self.shows_shards and any(p.is_replaced for p in self.parameters):
             self.shows_shards = False
             self.state = UnitState.SHARDED
-        if self.state is UnitState.GATHERED and any(p.is_stale for p in self.parameters):
+        if self.state is UnitState.GATHERED and any(b.is_stale for b in self.buckets):
             self.release()
+
+    @property
+    def pages(self) -> PagePool:
+        """Where the model's units leave memory for one another."""
+        assert self.root is not None
+        return self.root.pages
 
     @property
     def is_root(self) -> bool:
@@ -165,8 +183,14 @@ class Unit:
     # -- gradients ---------------------------------------------------------------------------
 
     def on_gradient(self, callback: Callable[[Unit, ShardedParameter], None]) -> None:
-        for parameter in self.parameters:
-            parameter.on_gradient(lambda done: callback(self, done))
+        for bucket in self.buckets:
+            bucket.on_gradient(lambda done: callback(self, done))
+
+    def make_room(self) -> None:
+        """Backward enters the unit: gives autograd the place for gradients."""
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.make_room(self.pages)
 
     def _trainable(self) -> tuple[ShardedParameter, ...]:
         return tuple(p for p in self.parameters if p.sharded.requires_grad)
@@ -178,7 +202,7 @@ class Unit:
 
     @property
     def has_gradients(self) -> bool:
-        return any(p.has_gradient for p in self.parameters)
+        return any(b.has_gradients for b in self.buckets)
 
     @property
     def needs_reduction(self) -> bool:
@@ -187,16 +211,15 @@ class Unit:
             return False
         return self.has_gradients or (bool(self.partial_sums) and self.requires_all_reduce)
 
-    def slots(self, parameters: Sequence[ShardedParameter], dtype: torch.dtype) -> GradientSlots:
-        """Places in the gradient buffer for `parameters`; remembered."""
-        key = (tuple(parameters), dtype)
+    def slots(self, buckets: Sequence[Bucket], dtype: torch.dtype) -> GradientSlots:
+        """Places in the gradient buffer for the reduced parts of `buckets`; remembered."""
+        key = (tuple(buckets), dtype)
         if key not in self._slots:
-            numels = [p.cut.padded_numel for p in parameters]
-            self._slots[key] = GradientSlots.of(numels, dtype)
+            self._slots[key] = GradientSlots.of([bucket.part for bucket in buckets], dtype)
         return self._slots[key]
 
     @cached_property
-    def _slots(self) -> dict[tuple[tuple[ShardedParameter, ...], torch.dtype], GradientSlots]:
+    def _slots(self) -> dict[tuple[tuple[Bucket, ...], torch.dtype], GradientSlots]:
         return {}
 
     def add_partial_sum(self, buffer: GradientBuffer) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hp_dtensor import Layout, Partial, Replicate, SectionedShard, Shard, StridedShard
-from hp_fsdp.schedule import Cut, partial_gradient_layout
+from hp_fsdp.cut import Cut, partial_gradient_layout
 
 
 @given(

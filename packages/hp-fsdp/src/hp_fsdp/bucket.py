@@ -1,0 +1,484 @@
+"""Parameters of a unit that travel together: one all-gather, one reduce-scatter, no copies.
+
+A rank's part of the bucket is the all-gather's input, and the output is the buffer of which the
+full parameters are views (paper section 5.1). Where the gradients' memory can be chosen, autograd
+accumulates them into views of one aligned buffer, which the reduce-scatter reads as it is: shared
+buffers, chunks with padding, and the CPU, whose allocator does not align to 512 bytes. Elsewhere
+it is read where autograd left it. Only parameters that are cut along a dim that is not leading
+(`PackedBucket`) are copied on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from hp_fsdp.cut import Cut, SharedCut
+from hp_fsdp.data_mesh import DataMesh
+from hp_fsdp.errors import ShardingError
+from hp_fsdp.full_buffer import FullBuffer
+from hp_fsdp.pages import PagePool
+from hp_fsdp.param import ShardedParameter
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.schedule import Journey
+from hp_platform import Handle, Origin, all_gather, reduce_scatter
+from hp_platform.buffers import aligned_empty
+
+
+@define(eq=False)
+class Scatter:
+    """A reduce-scatter in flight, with the memory that it uses meanwhile."""
+
+    handle: Handle[Tensor]
+    gradients: FullBuffer | None
+    scratch: FullBuffer | None
+    give_back: Callable[[FullBuffer], None]
+
+    def wait(self, pages: PagePool) -> None:
+        """Waits; the full gradients' memory is free then."""
+        self.handle.wait()
+        if self.gradients is not None:
+            self.gradients.release(pages)
+            self.give_back(self.gradients)
+        if self.scratch is not None:
+            self.scratch.release(pages)
+
+
+class Bucket:
+    """Parameters that travel together, laid end to end as the cuts of their journey say.
+
+    Attributes:
+        parameters: one that travels alone, or several.
+        part: elements of one rank's part.
+        compute_dtype: type of the gathered parameters and of the all-gather.
+        reduce_dtype: type in which gradients are reduced, and accumulated until then.
+        storage: this rank's part, `[part]`, of which the shards are views; padding is zero.
+        has_gradients: autograd has left something that has not been reduced.
+    """
+
+    def __init__(self, journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy) -> None:
+        self.part = journey.part
+        self._data = data
+        self._policy = policy
+        self.parameters = tuple(
+            ShardedParameter(candidate, cut, data)
+            for candidate, cut in zip(journey.candidates, journey.cuts)
+        )
+        first = journey.candidates[0].parameter
+        self.compute_dtype = policy.computes_in(first.dtype)
+        self.reduce_dtype = policy.reduces_in(first.dtype)
+        self.has_gradients = False
+        self.has_trainable = False
+        self._accumulated: Tensor | None = None
+        self._buffer: FullBuffer | None = None
+        self._landing: FullBuffer | None = None
+        self._free_landings: list[FullBuffer] = []
+        self._scratch: FullBuffer | None = None
+        self._on_gradient: Callable[[ShardedParameter], None] | None = None
+        self._gathering: Handle[Tensor] | None = None
+        device = torch.device("meta") if first.is_meta else data.shard.device
+        self._addresses: tuple[int, ...] = ()
+        self.storage = self._make_storage(first.dtype, device)
+        for parameter in self.parameters:
+            parameter.take_original(self._shard_view(parameter, self.storage))
+
+    # -- the shards --------------------------------------------------------------------------
+
+    def _make_storage(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        storage = aligned_empty(self._storage_numel, dtype, device)
+        if device.type != "meta":
+            storage.zero_()
+        self._addresses = tuple(
+            self._shard_view(parameter, storage).data_ptr() for parameter in self.parameters
+        )
+        return storage
+
+    @property
+    def _storage_numel(self) -> int:
+        return self.part
+
+    def _shard_view(self, parameter: ShardedParameter, storage: Tensor) -> Tensor:
+        """The parameter's place in a part, in its local shape."""
+        cut = parameter.cut
+        start = cut.local_start if isinstance(cut, SharedCut) else 0
+        return storage[start : start + cut.local_numel].view(cut.local_shape)
+
+    def adopt(self) -> list[Tensor]:
+        """Takes over whatever the modules hold now; returns the shards' local tensors.
+
+        Shards whose memory has been replaced are moved back into the storage, and a change of
+        their type, as after `module.to(dtype)`, reaches everything made from them.
+
+        Raises:
+            ShardingError: shards that share a buffer have different types.
+        """
+        shards = [parameter.adopt() for parameter in self.parameters]
+        dtype = shards[0].dtype
+        if self.storage.dtype != dtype or self.storage.is_meta:
+            self._check_types(shards)
+            self.storage = self._make_storage(dtype, self._data.shard.device)
+            self._change_type(dtype)
+        for index, (parameter, shard, address) in enumerate(
+            zip(self.parameters, shards, self._addresses)
+        ):
+            if shard.numel() and shard.data_ptr() != address:
+                self._check_types(shards)
+                parameter.move(self._shard_view(parameter, self.storage))
+                shards[index] = parameter.local
+        return shards
+
+    def _check_types(self, shards: list[Tensor]) -> None:
+        for parameter, shard in zip(self.parameters, shards):
+            if shard.dtype != shards[0].dtype:
+                raise ShardingError(
+                    f"parameters {self.parameters[0].name!r} ({shards[0].dtype}) and "
+                    f"{parameter.name!r} ({shard.dtype}) share a buffer and must keep one type; "
+                    "change the type of both, or shard with comm_policy='per_parameter'"
+                )
+
+    def _change_type(self, dtype: torch.dtype) -> None:
+        self.compute_dtype = self._policy.computes_in(dtype)
+        self.reduce_dtype = self._policy.reduces_in(dtype)
+        if self._buffer is not None and self._buffer.data.dtype != self.compute_dtype:
+            self._buffer, self._scratch = None, None
+            self._landing, self._free_landings = None, []
+            for parameter in self.parameters:
+                parameter.full = None
+        if self._accumulated is not None:
+            self._accumulated = self._accumulated.to(self.reduce_dtype)
+
+    @property
+    def is_stale(self) -> bool:
+        """A shard has been written to since it was last gathered."""
+        return any(map(ShardedParameter.is_stale, self.parameters, self._addresses))
+
+    # -- gathering ---------------------------------------------------------------------------
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements of all ranks' parts together."""
+        return self._data.shard.size * self.part
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the gathered parameters have memory."""
+        return self._buffer is not None and self._buffer.is_held
+
+    def begin_gather(self, pages: PagePool, origin: Origin) -> None:
+        """Issues the all-gather; nothing is valid before `finish_gather`."""
+        shards = self.adopt()
+        if self._buffer is None:
+            self._make_full()
+        assert self._buffer is not None
+        self.has_trainable = False
+        for parameter, shard in zip(self.parameters, shards):
+            trains = parameter.sharded.requires_grad
+            if parameter.full.requires_grad != trains:  # type: ignore[union-attr]
+                parameter.full.requires_grad_(trains)  # type: ignore[union-attr]
+                self._hook_gradient(parameter)
+            self.has_trainable |= trains
+            parameter.note_gathered(shard)
+        output = self._buffer.hold(pages)
+        self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+
+    def finish_gather(self) -> None:
+        """Waits for the all-gather and registers the gathered parameters on the modules."""
+        handle, self._gathering = self._gathering, None
+        assert handle is not None
+        handle.wait()
+        self.register_full()
+
+    def register_full(self) -> None:
+        for parameter in self.parameters:
+            assert parameter.full is not None
+            parameter.register(parameter.full)
+
+    def register_shards(self) -> None:
+        for parameter in self.parameters:
+            parameter.register(parameter.sharded)
+
+    def release(self, pages: PagePool) -> None:
+        """Registers the shards and leaves the gathered memory to others."""
+        self.register_shards()
+        if self._buffer is not None:
+            self._buffer.release(pages)
+
+    def _make_full(self) -> None:
+        # Neither inference mode nor no_grad of the caller may mark the leaves for good.
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = FullBuffer(self._full_numel, self.compute_dtype, self._data.shard.device)
+            for parameter in self.parameters:
+                # `.data` gives the view a version counter of its own: gathering again must not
+                # look to autograd like a modification of what it has saved.
+                parameter.make_full(self._full_view(parameter, self._buffer.data.data))
+                self._hook_gradient(parameter)
+
+    @property
+    def _full_numel(self) -> int:
+        return self.gathered_numel
+
+    def _full_view(self, parameter: ShardedParameter, buffer: Tensor) -> Tensor:
+        """The parameter's place in a gathered buffer, in its shape."""
+        cut = parameter.cut
+        start = cut.offset if isinstance(cut, SharedCut) else 0
+        return buffer[start : start + cut.numel].view(cut.shape)
+
+    def _travelling_part(self) -> Tensor:
+        """This rank's part in the type it travels in: the storage itself wherever it can be."""
+        part = self.storage
+        if part.dtype == self.compute_dtype:
+            return part
+        return aligned_empty(part.numel(), self.compute_dtype, part.device).copy_(part)
+
+    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
+        return all_gather(part, self._data.shard, output=output, origin=origin)
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def on_gradient(self, callback: Callable[[ShardedParameter], None]) -> None:
+        """Calls `callback` whenever autograd has finished a gradient of a gathered parameter."""
+        self._on_gradient = callback
+
+    def _hook_gradient(self, parameter: ShardedParameter) -> None:
+        full, callback = parameter.full, self._on_gradient
+        assert full is not None
+        if callback is None or not full.requires_grad or hasattr(full, _HOOKED):
+            return
+
+        def finished(_: Tensor) -> None:
+            self.has_gradients = True
+            callback(parameter)
+
+        full.register_post_accumulate_grad_hook(finished)
+        setattr(full, _HOOKED, True)
+
+    @property
+    def _lands(self) -> bool:
+        """Whether autograd is given the place for gradients, instead of choosing it."""
+        cut = self.parameters[0].cut
+        even = isinstance(cut, Cut) and cut.is_even
+        return not even or self._data.shard.device.type == "cpu"
+
+    def make_room(self, pages: PagePool) -> None:
+        """Gives autograd the place into which it accumulates gradients; zero to begin with."""
+        if not self._lands or not self.has_trainable:
+            return
+        landing = self._landing
+        if landing is None:
+            landing = self._landing = self._new_landing(pages)
+        for parameter in self.parameters:
+            full = parameter.full
+            assert full is not None
+            if full.requires_grad and full.grad is None:
+                full.grad = self._full_view(parameter, landing.data)
+
+    def _new_landing(self, pages: PagePool) -> FullBuffer:
+        landing = (
+            self._free_landings.pop()
+            if self._free_landings
+            else FullBuffer(self.gathered_numel, self.compute_dtype, self._data.shard.device)
+        )
+        landing.hold(pages).zero_()
+        return landing
+
+    def _collect(self, pages: PagePool) -> FullBuffer | Tensor | None:
+        """Takes autograd's gradients from the parameters: all in one buffer, or where one lies."""
+        found = []
+        for parameter in self.parameters:
+            full = parameter.full
+            if full is not None and full.grad is not None:
+                found.append((parameter, full.grad))
+                full.grad = None
+        self.has_gradients = False
+        landing, self._landing = self._landing, None
+        if landing is None and not self._lands:
+            return found[0][1].contiguous().view(-1) if found else None
+        if landing is None and not found:
+            return None
+        if landing is None:
+            landing = self._new_landing(pages)
+        for parameter, gradient in found:
+            # Autograd chose another place: the unit's outputs did not lead here, or create_graph.
+            place = self._full_view(parameter, landing.data)
+            if gradient.data_ptr() != place.data_ptr() and gradient.numel():
+                place.copy_(gradient)
+        return landing
+
+    def accumulate(self, pages: PagePool) -> None:
+        """Keeps this backward's gradients, unreduced, in the type of the reduction."""
+        if not self.has_gradients:
+            self.drop_room(pages)
+            return
+        kept = self._collect(pages)
+        self.has_gradients = True
+        if self._accumulated is None and self.reduce_dtype == self.compute_dtype:
+            if isinstance(kept, FullBuffer):
+                self._landing = kept
+            else:
+                self._accumulated = kept
+            return
+        self._accumulated = self._total(kept)
+        self._give_back(kept, pages)
+
+    def drop_room(self, pages: PagePool) -> None:
+        """Frees the place for gradients if autograd has put none there."""
+        if self.has_gradients or self._landing is None:
+            return
+        self._give_back(self._collect(pages), pages)
+
+    def forget(self, pages: PagePool) -> None:
+        """Drops gradients, those of earlier micro-steps included."""
+        self._give_back(self._collect(pages), pages)
+        self._accumulated = None
+
+    def _total(self, found: FullBuffer | Tensor | None) -> Tensor:
+        """Everything accumulated so far, flat and aligned, in the type of the reduction."""
+        gradients = found.data if isinstance(found, FullBuffer) else found
+        total = self._accumulated
+        if total is None:
+            total = aligned_empty(self._full_numel, self.reduce_dtype, self._data.shard.device)
+            return total.zero_() if gradients is None else total.copy_(gradients)
+        return total if gradients is None else total.add_(gradients)
+
+    def _give_back(self, found: FullBuffer | Tensor | None, pages: PagePool) -> None:
+        if isinstance(found, FullBuffer):
+            found.release(pages)
+            self._recycle(found)
+
+    def _recycle(self, landing: FullBuffer) -> None:
+        # After a change of type old ones are of no use.
+        if landing.data.dtype == self.compute_dtype and not self._free_landings:
+            self._free_landings.append(landing)
+
+    def scatter(self, output: Tensor, pages: PagePool, origin: Origin) -> Scatter:
+        """Issues the reduce-scatter of the gradients, earlier micro-steps' included.
+
+        Parameters that backward did not use count as zero.
+
+        Args:
+            output: `[part]`, in the type of the reduction.
+        """
+        found = self._collect(pages)
+        converts = self._accumulated is not None or self.reduce_dtype != self.compute_dtype
+        if converts or found is None:
+            sent = self._total(found)
+            self._accumulated = None
+            self._give_back(found, pages)
+            found = None
+        else:
+            sent = found.data if isinstance(found, FullBuffer) else found
+        scratch = self._hold_scratch(pages)
+        handle = reduce_scatter(
+            self._packed(sent),
+            self._data.shard,
+            output=output,
+            scratch=None if scratch is None else scratch.data,
+            origin=origin,
+        )
+        gradients = found if isinstance(found, FullBuffer) else None
+        return Scatter(handle, gradients, scratch, self._recycle)
+
+    def _packed(self, gradients: Tensor) -> Tensor:
+        """The gradients as the reduce-scatter takes them."""
+        return gradients
+
+    def _hold_scratch(self, pages: PagePool) -> FullBuffer | None:
+        """Memory to receive others' gradients in, where it is cheaper than fresh memory."""
+        device, size = self._data.shard.device, self._data.shard.size
+        if device.type != "cpu" or size == 1 or self.gathered_numel == 0:
+            return None
+        if self._scratch is None or self._scratch.data.dtype != self.reduce_dtype:
+            numel = self.gathered_numel - self.part
+            self._scratch = FullBuffer(numel, self.reduce_dtype, device)
+        if self._scratch.is_held:
+            return None
+        self._scratch.hold(pages)
+        return self._scratch
+
+    def local_gradient(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
+        """The parameter's gradient inside this rank's reduced part: a view."""
+        return self._shard_view(parameter, part)
+
+
+_HOOKED = "_hp_fsdp_hooked"
+
+
+class PackedBucket(Bucket):
+    """One parameter cut along a dim that is not leading: chunked and concatenated on the way."""
+
+    _chunks: Tensor | None = None
+
+    @property
+    def _cut(self) -> Cut:
+        cut = self.parameters[0].cut
+        assert isinstance(cut, Cut)
+        return cut
+
+    @property
+    def _storage_numel(self) -> int:
+        """Stored without padding."""
+        return self._cut.local_numel
+
+    @property
+    def _full_numel(self) -> int:
+        return self._cut.numel
+
+    @property
+    def _lands(self) -> bool:
+        return False
+
+    def _travelling_part(self) -> Tensor:
+        cut, piece = self._cut, self.storage
+        if cut.local_shape != cut.padded_shape:
+            padded = aligned_empty(cut.padded_numel, piece.dtype, piece.device).zero_()
+            target = padded.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
+            target.copy_(piece.view(cut.local_shape))
+            piece = padded
+        if piece.dtype == self.compute_dtype:
+            return piece
+        return aligned_empty(piece.numel(), self.compute_dtype, piece.device).copy_(piece)
+
+    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
+        self._chunks = aligned_empty(self.gathered_numel, part.dtype, part.device)
+        return all_gather(part, self._data.shard, output=self._chunks, origin=origin)
+
+    def finish_gather(self) -> None:
+        assert self._gathering is not None
+        assert self._chunks is not None
+        self._gathering.wait()
+        cut, chunks = self._cut, self._chunks
+        pieces = [
+            piece.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(rank))
+            for rank, piece in enumerate(chunks.split(cut.padded_numel))
+        ]
+        assert self.parameters[0].full is not None
+        torch.cat(pieces, dim=cut.dim, out=self.parameters[0].full.data)
+        self._chunks = None
+        super().finish_gather()
+
+    def _packed(self, gradients: Tensor) -> Tensor:
+        cut = self._cut
+        gradient = gradients.view(cut.shape)
+        flat = aligned_empty(cut.gathered_numel, gradient.dtype, gradient.device)
+        for rank, piece in enumerate(flat.split(cut.padded_numel)):
+            length = cut.length(rank)
+            if length < cut.chunk:
+                piece.zero_()
+            target = piece.view(cut.padded_shape).narrow(cut.dim, 0, length)
+            start = min(rank * cut.chunk, cut.shape[cut.dim])
+            target.copy_(gradient.narrow(cut.dim, start, length))
+        return flat
+
+    def local_gradient(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
+        cut = self._cut
+        return part.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
+
+
+def make_bucket(journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy) -> Bucket:
+    """The bucket for a journey."""
+    cut = journey.cuts[0]
+    packed = isinstance(cut, Cut) and not cut.is_leading
+    return (PackedBucket if packed else Bucket)(journey, data, policy)
