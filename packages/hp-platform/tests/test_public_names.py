@@ -10,8 +10,8 @@ NAMES = """
 ALIGNMENT AgreementError BufferLayout CollectiveError Event HPError Handle Ledger MeshAxis Origin
 PeerError RankFailure Receive Record Send Summary Tier Topology TopologyError agree aligned_empty
 all_gather all_reduce all_reduce_fused all_to_all barrier broadcast exchange gather_objects ledger
-mark pad_to_alignment phase receive reduce reduce_scatter reported_failures reported_stop send
-testing
+make_mesh mark pad_to_alignment phase receive reduce reduce_scatter reported_failures
+reported_stop send testing
 """
 
 

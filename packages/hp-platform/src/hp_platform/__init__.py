@@ -30,6 +30,7 @@ from hp_platform.failures import reported_failures, reported_stop
 from hp_platform.fusion import all_reduce_fused
 from hp_platform.handle import Handle
 from hp_platform.ledger import Event, Ledger, Origin, Record, Summary, ledger, mark, phase
+from hp_platform.mesh import make_mesh
 from hp_platform.topology import Tier, Topology
 from hp_platform.transfers import Receive, Send, exchange, receive, send
 
@@ -64,6 +65,7 @@ __all__ = [
     "exchange",
     "gather_objects",
     "ledger",
+    "make_mesh",
     "mark",
     "pad_to_alignment",
     "phase",

@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_platform.capabilities import GLOO, Capabilities, capabilities_of
 from hp_platform.errors import TopologyError
+from hp_platform.groups import group_of
+from hp_platform.hccl import HcclGroupOptions
 from hp_platform.places import exchange_places
 from hp_platform.topology import Tier, Topology, tier_of_domains
 
@@ -154,18 +156,23 @@ class MeshAxis:
         return cls(name, len(ranks), rank, ranks, tier, device, chosen, backend, domains)
 
     def subset(
-        self, subsets: Sequence[Sequence[int]], topology: Topology | None = None
+        self,
+        subsets: Sequence[Sequence[int]],
+        topology: Topology | None = None,
+        options: HcclGroupOptions | None = None,
     ) -> MeshAxis:
         """The part of this axis that this rank falls into when its coordinates are divided.
 
-        A new process group is made for it, so all ranks of a subset must make this call, in the
-        same order among the calls that make groups.
+        A process group is made for it where this axis has not been divided so before; all ranks
+        of a subset must make this call, in the same order among the calls that make groups.
 
         Args:
             subsets: coordinates of this axis, every one exactly once.
+            options: of the groups, for HCCL only.
 
         Raises:
-            TopologyError: a coordinate is missing or occurs twice.
+            TopologyError: a coordinate is missing or occurs twice, or the options are for
+                another backend.
         """
         if sorted(c for subset in subsets for c in subset) != list(range(self.size)):
             raise TopologyError(
@@ -179,7 +186,7 @@ class MeshAxis:
         rank = own.index(self.rank)
         if len(ranks) == 1:
             return MeshAxis(self.name, 1, 0, ranks, Tier.LOCAL, self.device)
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = group_of(f"part of {self.name}", ranks, options)
         domains = _domains(ranks, topology)
         tier, backend = tier_of_domains(domains), dist.get_backend(group)
         return MeshAxis(

@@ -2,26 +2,29 @@
 
 `torch_npu` is looked for with `find_spec`, which runs none of it, and imported only when an
 NPU is asked for: where its runtime is missing the import fails, and a failed import leaves
-half-loaded modules and a changed environment behind.
+half-loaded modules and a changed environment behind, which are put back as they were.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from hp_platform.errors import HPError
 
-_AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+_logger = logging.getLogger("hp_platform")
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 
@@ -62,7 +65,23 @@ class Device(Protocol):
     def current_stream(self) -> Stream: ...
     def use_stream(self, stream: Stream) -> AbstractContextManager[Any]: ...
     def event(self) -> Event: ...
-    def memory_allocated(self) -> int: ...
+
+    def memory_allocated(self) -> int:
+        """Bytes in tensors now."""
+
+    def max_memory_allocated(self) -> int:
+        """The most bytes in tensors since the start or `reset_peak_memory_stats`."""
+
+    def memory_reserved(self) -> int:
+        """Bytes that the allocator holds, free blocks included."""
+
+    def reset_peak_memory_stats(self) -> None: ...
+
+    def get_rng_state(self) -> Tensor:
+        """The state of the current device's random numbers, as bytes on the CPU."""
+
+    def set_rng_state(self, state: Tensor) -> None: ...
+    def manual_seed(self, seed: int) -> None: ...
 
 
 class _DoneStream:
@@ -126,9 +145,27 @@ class CpuDevice:
     def event(self) -> Event:
         return _DoneEvent()
 
+    # The CPU allocator keeps no counts.
     def memory_allocated(self) -> int:
-        """Always 0: the CPU allocator keeps no count."""
         return 0
+
+    def max_memory_allocated(self) -> int:
+        return 0
+
+    def memory_reserved(self) -> int:
+        return 0
+
+    def reset_peak_memory_stats(self) -> None:
+        pass
+
+    def get_rng_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
 
 
 @dataclass(frozen=True)
@@ -173,6 +210,24 @@ class AcceleratorDevice:
     def memory_allocated(self) -> int:
         return int(self._module.memory_allocated())
 
+    def max_memory_allocated(self) -> int:
+        return int(self._module.max_memory_allocated())
+
+    def memory_reserved(self) -> int:
+        return int(self._module.memory_reserved())
+
+    def reset_peak_memory_stats(self) -> None:
+        self._module.reset_peak_memory_stats()
+
+    def get_rng_state(self) -> Tensor:
+        return self._module.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        self._module.set_rng_state(state)
+
+    def manual_seed(self, seed: int) -> None:
+        self._module.manual_seed(seed)
+
 
 def device(type: str | None = None) -> Device:
     """The device of that type: "cpu", "cuda" or "npu"; the best one present when omitted.
@@ -205,7 +260,8 @@ def _is_usable(kind: str) -> bool:
             return False
         try:
             _import_torch_npu()
-        except HPError:
+        except HPError as error:
+            _logger.warning("no NPU is used: %s", error)
             return False
         return AcceleratorDevice("npu", "hccl").is_available()
     return kind == "cpu" or torch.cuda.is_available()
@@ -214,27 +270,48 @@ def _is_usable(kind: str) -> bool:
 def _import_torch_npu() -> None:
     if not has_torch_npu():
         raise HPError("device type 'npu' needs torch_npu: install hp-platform[npu]")
-    loaded = set(sys.modules)
+    if "torch_npu" in sys.modules:
+        return
+    _check_version()
+    modules, environment = dict(sys.modules), dict(os.environ)
+    getenv = os.getenv
     try:
-        with _environment_kept(_AUTOLOAD):
-            importlib.import_module("torch_npu")
-    except (ImportError, OSError, RuntimeError) as error:
-        for name in [name for name in sys.modules if name.startswith("torch_npu")]:
-            if name not in loaded:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        for name in set(sys.modules) - set(modules):
+            if name.partition(".")[0] in ("torch_npu", "torchnpugen"):
                 del sys.modules[name]
+        _put_back(environment)
+        os.getenv = getenv  # some versions wrap it while they load
+        vars(os.environ).pop("get", None)
+        importlib.invalidate_caches()
         raise HPError(
             f"torch_npu is installed but cannot be loaded ({error}); install the CANN runtime "
             "that fits it, or use device('cpu')"
         ) from error
 
 
-@contextlib.contextmanager
-def _environment_kept(name: str) -> Iterator[None]:
-    before = os.environ.get(name)
+def _check_version() -> None:
+    """Refuses a torch_npu made for another torch: it would load and fail later."""
     try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
+        found = importlib.metadata.version("torch_npu")
+    except importlib.metadata.PackageNotFoundError:  # on the path, but not installed
+        return
+    ours = torch.__version__
+    if _minor(found) != _minor(ours):
+        raise HPError(
+            f"torch_npu {found} is made for torch {_minor(found)}, this is torch {ours}; install "
+            f"torch_npu {_minor(ours)}, or use device('cpu')"
+        )
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _put_back(environment: Mapping[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
