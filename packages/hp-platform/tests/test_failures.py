@@ -2,7 +2,11 @@
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +19,17 @@ from hp_platform import (
     reported_failures,
     reported_stop,
 )
+from hp_platform.handle import issue
 from hp_platform.testing import ranks, run_ranks
+
+LAYER = Origin("hp_fsdp", "layers.3", "backward")
+
+
+class NeverDone:
+    """A backend's work that ends by no failure of anybody's."""
+
+    def wait(self):
+        threading.Event().wait(100)
 
 
 def reports(tmp_path, body, world_size=2):
@@ -126,3 +140,197 @@ def test_success_and_a_chosen_exit_pass_through():
     with pytest.raises(SystemExit) as caught, reported_failures("training"):
         raise SystemExit(4)
     assert caught.value.code == 4
+
+
+@pytest.mark.ranks
+def test_a_rank_is_stopped_whose_backend_does_not_notice_that_a_peer_failed(tmp_path):
+    """Neither rank's connection tells anything: only the store does."""
+
+    def body(rank, activity):
+        axis = MeshAxis.of_group(name="dp_shard")
+        activity.phase = "step 3"
+        if rank == 1:
+            raise ValueError("the planted fault")
+        tensor = torch.ones(3)
+        issue("all_reduce", axis, LAYER, lambda: [NeverDone()], tensor, 12, (tensor,)).wait()
+
+    start = time.monotonic()
+    (peer, failed), _ = reports(tmp_path, body)
+    assert time.monotonic() - start < 20
+    assert "failed in training, step 3: ValueError: the planted fault" in failed
+    assert "stopped in training, step 3, waiting in all_reduce on axis dp_shard" in peer
+    assert "(ranks [0, 1]), asked by hp_fsdp layers.3 backward" in peer
+    assert "the first failure was: rank 1 on " in peer
+    assert "ValueError: the planted fault" in peer
+    assert peer.count("=" * 72) == 2
+
+
+@pytest.mark.ranks
+def test_a_rank_that_only_computes_is_stopped_and_says_where_it_was(tmp_path):
+    def body(rank, activity):
+        if rank == 1:
+            raise ValueError("the planted fault")
+        computes_for_long()
+
+    (peer, _), _ = reports(tmp_path, body)
+    assert "in computes_for_long" in peer
+    assert "test_failures.py:" in peer
+    assert "the first failure was: rank 1 on " in peer
+
+
+def computes_for_long():
+    end = time.monotonic() + 100
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+@pytest.mark.ranks
+def test_a_rank_that_its_launcher_stops_names_the_first_failure_and_its_wait(tmp_path):
+    def body(rank, activity):
+        axis = MeshAxis.of_group(name="dp")
+        if rank == 1:
+            raise ValueError("the planted fault")
+        with reported_stop(activity):
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            work = NeverDone()
+            work.wait = lambda: time.sleep(10)
+            tensor = torch.ones(3)
+            issue("all_gather", axis, LAYER, lambda: [work], tensor, 12, (tensor,)).wait()
+
+    (peer, _), failure = reports(tmp_path, body)
+    assert "(SIGTERM) in training, waiting in all_gather on axis dp (ranks [0, 1])" in peer
+    assert "the first failure was: rank 1 on " in peer
+    assert "exit code 143" in failure.reports[0]
+
+
+def test_the_watch_ends_with_the_block():
+    before = threading.active_count()
+    with reported_failures("training"):
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    with pytest.raises(SystemExit), reported_failures("training"):
+        raise SystemExit(4)
+    assert threading.active_count() == before
+
+
+def orphan(environment, log):
+    """A rank whose parent has been killed: its process id."""
+    read, write = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        rank = os.fork()
+        if rank == 0:
+            become_rank(environment, log)
+        os.write(write, b"%d" % rank)
+        time.sleep(60)
+    rank = int(os.read(read, 100))
+    os.close(read)
+    os.close(write)
+    while not log.exists():
+        time.sleep(0.01)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    return rank
+
+
+def become_rank(environment, log):
+    for name in [name for name in os.environ if name.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    with reported_failures("training"):
+        with open(log, "wb") as file:
+            os.dup2(file.fileno(), 2)
+        time.sleep(60)
+    os._exit(0)
+
+
+def gone(process, seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if not Path(f"/proc/{process}").exists():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_rank_ends_when_torchruns_agent_was_killed(tmp_path):
+    rank = orphan({"TORCHELASTIC_RUN_ID": "none"}, tmp_path / "log")
+    assert gone(rank, 10)
+    text = (tmp_path / "log").read_text()
+    assert "stopped in training, at " in text
+    assert "in become_rank" in text
+    assert "its launcher (torchrun) has ended without stopping it" in text
+
+
+def test_a_program_that_no_torchrun_started_outlives_its_shell(tmp_path):
+    rank = orphan({}, tmp_path / "log")
+    try:
+        assert not gone(rank, 2.5)
+    finally:
+        os.kill(rank, signal.SIGKILL)
+
+
+TORCHRUN = """
+import os, sys, time
+import torch, torch.distributed as dist
+from hp_platform import MeshAxis, all_gather, all_reduce, reported_failures, reported_stop
+with reported_failures("training") as activity:
+    dist.init_process_group("gloo")
+    with reported_stop(activity):
+        axis = MeshAxis.of_group(name="dp")
+        for step in range(3):
+            activity.phase = f"step {step}"
+            all_reduce(torch.ones(1000), axis).wait()
+            all_gather(torch.ones(10), axis).wait()
+        if "wait" in sys.argv:
+            os.write(1, b"waiting %d\\n" % os.getpid())
+            while True:
+                time.sleep(0.1)
+    dist.destroy_process_group()
+"""
+
+
+def torchrun(script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.Popen(
+        [*command, str(script), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "program.py"
+    path.write_text(TORCHRUN)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_end_when_the_real_torchrun_is_killed(script):
+    with torchrun(script, "wait") as agent:
+        processes = []
+        while len(processes) < 2:
+            line = agent.stdout.readline()
+            assert line
+            if line.startswith(b"waiting"):
+                processes.append(int(line.split()[1]))
+        agent.kill()
+        assert all(gone(process, 10) for process in processes)
+        said = agent.stdout.read().decode()
+    assert said.count("stopped in training, step 2") == 2
+    assert "torchrun" in said
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.timeout(1800)
+def test_fifty_of_fifty_good_runs_end_with_status_0_and_in_silence(script):
+    for attempt in range(50):
+        with torchrun(script) as agent:
+            said = agent.communicate(timeout=120)[0].decode()
+        assert agent.returncode == 0, (attempt, said)
+        assert "terminate called" not in said, (attempt, said)
+        assert "Traceback" not in said, (attempt, said)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_platform import MeshAxis, RankFailure, all_reduce, barrier
+from hp_platform import MeshAxis, Origin, RankFailure, all_reduce, barrier
 from hp_platform.testing import ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -92,6 +92,10 @@ def test_an_exception_stops_the_others_and_shows_every_traceback(monkeypatch):
     assert "was still running" in failure.reports[2]
     assert "time.sleep" not in failure.reports[2]
     assert "in body" in failure.reports[2]
+    for peer in (0, 2):
+        assert (
+            "stopped because rank 1 failed: KeyError: 'the planted fault'" in failure.reports[peer]
+        )
     assert all(f"--- rank {rank} ---" in str(failure) for rank in range(3))
 
 
@@ -148,12 +152,16 @@ def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck():
 def test_a_rank_stuck_in_a_collective_is_shown_there():
     def body(rank):
         if rank == 0:
-            all_reduce(torch.ones(1), MeshAxis.of_group()).wait()
+            asked_by = Origin("hp_fsdp", "layers.3", "backward")
+            all_reduce(torch.ones(1), MeshAxis.of_group(name="dp"), origin=asked_by).wait()
         time.sleep(100)
 
     with pytest.raises(RankFailure) as caught:
         run_ranks(body, 2, timeout=1)
     assert "in wait" in caught.value.reports[0]
+    shown = "waiting in all_reduce on axis dp (ranks [0, 1]), asked by hp_fsdp layers.3 backward"
+    assert shown in caught.value.reports[0]
+    assert "test_ranks.py" in caught.value.reports[1]
 
 
 def test_no_child_is_left_over_after_a_failure():
@@ -191,7 +199,12 @@ run_ranks(lambda rank: os.write(1, f"rank {rank}\\n".encode()), 2)
 
 
 def test_a_body_may_destroy_its_group_itself():
-    assert run_ranks(lambda: dist.destroy_process_group(), 2) == [None, None]
+    def body():
+        # A rank that leaves while its peer still connects looks like a dead one.
+        barrier(MeshAxis.of_group())
+        dist.destroy_process_group()
+
+    assert run_ranks(body, 2) == [None, None]
 
 
 def test_many_groups_in_a_row_end_cleanly():

@@ -2,9 +2,10 @@
 
 A rank that raises usually leaves its peers inside a collective. Tearing the process group
 down in an orderly way would wait for them, so the process prints what happened and ends at
-once; its closed connections then fail the peers' collectives, and a launcher such as torchrun
-stops whoever is left. Which rank failed first is written to the store, so that the peers'
-messages can name it.
+once. Which rank failed first is written to the store, where a thread of every other rank finds it
+and ends that one too, whatever its backend has noticed; with gloo, the closed connections fail
+the peers' collectives even sooner. Every report says which rank failed, and in what, and what its
+own rank was waiting for.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ import torch.distributed as dist
 
 from hp_platform.errors import PeerError
 from hp_platform.store import default_store
+from hp_platform.waiting import doing, doing_in
+from hp_platform.watch import FIRST_FAILURE, Watch
 
 _UNEXPLAINED = "no rank gave a reason; one that is killed cannot"
-_KEY = "hp_platform/first_failure"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+# Held by the thread that ends the process, so that a rank makes one report only.
+_ending = threading.Lock()
 
 
 @dataclass
@@ -45,14 +49,23 @@ class Activity:
 def reported_failures(what: str) -> Iterator[Activity]:
     """Reports an exception that leaves the block on standard error and ends the process.
 
-    The report names rank, host, activity and error; a rank that failed because a peer did
-    says which peer, if that one could tell. The exit code is 1, or 130 after an interrupt.
-    `SystemExit` passes through. Wrap the whole main function of a program in it, once.
+    The report names rank, host, activity and error. A rank that failed because a peer did, or
+    that is stopped within about two seconds after a peer has failed, says which peer failed in
+    what, if that one could tell, and what it was itself waiting for. A rank is stopped, too, when
+    torchrun's agent was killed. The exit code is 1, or 130 after an interrupt. `SystemExit`
+    passes through. Wrap the whole main function of a program in it, once.
 
     Args:
         what: the activity's name, such as "training".
     """
     activity = Activity(what)
+    thread = threading.get_ident()
+
+    def stop(reason: str) -> None:
+        _end(f"{_who()} stopped in {activity}, {doing(thread)}:\n{reason}", 1)
+
+    watch = Watch(stop)
+    watch.start()
     try:
         yield activity
     except SystemExit:
@@ -62,12 +75,13 @@ def reported_failures(what: str) -> Iterator[Activity]:
     except BaseException as error:
         peer = _peer_error_behind(error)
         if peer is not None:
-            first = _first_failure()
-            because = f"the first failure was: {first}" if first else _UNEXPLAINED
-            _end(f"{_who()} stopped in {activity}:\n{peer}\n{because}", 1)
+            first = _first_failure() or _UNEXPLAINED
+            _end(f"{_who()} stopped in {activity}:\n{peer}\n{first}", 1)
         account = f"{_who()} failed in {activity}: {type(error).__name__}: {error}"
         _publish(account)
         _end(f"{account}\n{''.join(traceback.format_exception(error)).rstrip()}", 1)
+    finally:
+        watch.close()
 
 
 @contextlib.contextmanager
@@ -92,7 +106,9 @@ def reported_stop(activity: Activity) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked helper has inherited the handler, not the report
             os._exit(128 + number)
-        _end(f"{_who()}: stopped by its launcher (SIGTERM) in {activity}", 128 + number)
+        where = f", {doing_in(frame)}" if frame is not None else ""
+        report = f"{_who()}: stopped by its launcher (SIGTERM) in {activity}{where}"
+        _end(f"{report}\n{_first_failure()}".rstrip(), 128 + number)
 
     signal.signal(signal.SIGTERM, end)
     try:
@@ -130,23 +146,24 @@ def _publish(account: str) -> None:
         return
     # Whatever goes wrong here must not hide the failure that is being reported.
     with contextlib.suppress(Exception):
-        default_store().compare_set(_KEY, "", account)
+        default_store().compare_set(FIRST_FAILURE, "", account)
 
 
 def _first_failure() -> str:
-    """The first failing rank's account; empty if it was killed before it could give one.
+    """Which rank failed first, in its own words; empty if it was killed before it could tell.
 
     There is nothing to wait for: an account is written before the connections close.
     """
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             store = default_store()
-            if store.check([_KEY]):
-                return store.get(_KEY).decode()
+            if store.check([FIRST_FAILURE]):
+                return f"the first failure was: {store.get(FIRST_FAILURE).decode()}"
     return ""
 
 
 def _end(report: str, code: int) -> None:
+    _ending.acquire()
     bar = "=" * 72
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

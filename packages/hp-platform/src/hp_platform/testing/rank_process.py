@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,14 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from hp_platform.testing.namespaces import enter_network
+from hp_platform.waiting import doing
 
 DUMP_SIGNAL = signal.SIGUSR1
 HEADER = struct.Struct("!Q")
 """Length of the pickled message that follows it in a rank's pipe."""
+
+DOING_SUFFIX = ".doing"
+"""Suffix of the file with the answer to what a rank is doing."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -74,17 +79,21 @@ class RankSetting:
     parent: int
 
 
-def run_rank(setting: RankSetting, body: Callable[..., Any], report: int, release: int) -> NoReturn:
+def run_rank(
+    setting: RankSetting, body: Callable[..., Any], report: int, release: int, ask: int
+) -> NoReturn:
     """Runs `body` as one rank, reports, and ends the process without any exit handler.
 
     Args:
         report: file descriptor for the one message of this rank.
         release: file descriptor that becomes readable once every rank has reported.
+        ask: file descriptor that becomes readable when the parent asks what the rank is doing.
     """
     code = 1
     try:
         stacks = setting.stack_file.open("w")
         _prepare_process(setting, stacks)
+        _answer_when_asked(ask, setting.stack_file.with_suffix(DOING_SUFFIX))
         dist.init_process_group(
             setting.backend,
             store=FileStore(str(setting.store_file), setting.world_size),
@@ -136,6 +145,19 @@ def _prepare_process(setting: RankSetting, stacks: Any) -> None:
         interfaces = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
         if interfaces:
             os.environ["GLOO_SOCKET_IFNAME"] = interfaces[0]
+
+
+def _answer_when_asked(ask: int, answer: Path) -> None:
+    """Lets a thread of its own tell, for the working one may be stuck in a collective."""
+    worker = threading.get_ident()
+
+    def tell() -> None:
+        if os.read(ask, 1):
+            partial = answer.with_suffix(".partial")
+            partial.write_text(doing(worker))
+            partial.rename(answer)
+
+    threading.Thread(target=tell, name="tells what the rank does", daemon=True).start()
 
 
 def _die_with_parent(parent: int) -> None:

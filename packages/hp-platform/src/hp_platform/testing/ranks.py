@@ -23,7 +23,14 @@ from typing import Any
 import torch
 
 from hp_platform.errors import HPError, RankFailure
-from hp_platform.testing.rank_process import DUMP_SIGNAL, HEADER, Place, RankSetting, run_rank
+from hp_platform.testing.rank_process import (
+    DOING_SUFFIX,
+    DUMP_SIGNAL,
+    HEADER,
+    Place,
+    RankSetting,
+    run_rank,
+)
 
 _GRACE = 0.5
 """Seconds that ranks get to report what the first failure did to them."""
@@ -39,6 +46,7 @@ class _Rank:
     pid: int
     report: int
     release: int
+    ask: int
     stack_file: Path
     received: bytearray = field(default_factory=bytearray)
     closed: bool = False
@@ -145,20 +153,21 @@ def _close_at_end() -> Iterator[list[int]]:
 def _fork(setting: RankSetting, body: Callable[..., Any], close: list[int]) -> _Rank:
     report_read, report_write = os.pipe()
     release_read, release_write = os.pipe()
+    ask_read, ask_write = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
     if pid == 0:
         # The child must not hold the parent's ends, or nobody would see them close.
-        for descriptor in (*close, report_read, release_write):
+        for descriptor in (*close, report_read, release_write, ask_write):
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-        run_rank(setting, body, report_write, release_read)
-    os.close(report_write)
-    os.close(release_read)
+        run_rank(setting, body, report_write, release_read, ask_read)
+    for descriptor in (report_write, release_read, ask_read):
+        os.close(descriptor)
     os.set_blocking(report_read, False)
-    close += [report_read, release_write]
-    return _Rank(setting.rank, pid, report_read, release_write, setting.stack_file)
+    close += [report_read, release_write, ask_write]
+    return _Rank(setting.rank, pid, report_read, release_write, ask_write, setting.stack_file)
 
 
 def _collect(ranks: list[_Rank], deadline: float) -> tuple[int, ...]:
@@ -205,7 +214,8 @@ def _read(rank: _Rank) -> None:
 def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> RankFailure:
     stuck = [rank for rank in ranks if not rank.settled]
     for rank in stuck:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, BrokenPipeError):
+            os.write(rank.ask, b"?")
             os.kill(rank.pid, DUMP_SIGNAL)
     if stuck:
         time.sleep(_DUMP_TIME)
@@ -219,6 +229,11 @@ def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> Ran
             reports[rank.rank] = message["traceback"]
             if cause is None and message["error"] is not None and rank.rank in failed:
                 cause = pickle.loads(message["error"])
+    for rank in ranks:
+        if failed and rank.rank in reports and rank.rank not in failed:
+            account = reports[failed[0]].rstrip().splitlines()[-1]
+            because = f"stopped because rank {failed[0]} failed: {account}"
+            reports[rank.rank] = f"{because}\n{reports[rank.rank]}"
     names = ", ".join(map(str, failed or [rank.rank for rank in stuck]))
     if failed:
         summary = f"rank {names} of {len(ranks)} failed; the others were stopped"
@@ -233,7 +248,10 @@ def _silence(rank: _Rank, *, stuck: bool) -> str:
     """What is known of a rank that sent nothing."""
     stacks = rank.stack_file.read_text() if rank.stack_file.exists() else ""
     if stuck:
-        return f"was still running when it was stopped; its stacks were\n{stacks or '(unknown)'}"
+        answer = rank.stack_file.with_suffix(DOING_SUFFIX)
+        doing = answer.read_text() if answer.exists() else "without an answer to what it does"
+        shown = stacks or "(unknown)"
+        return f"was still running when it was stopped, {doing}; its stacks were\n{shown}"
     assert rank.status is not None
     if os.WIFSIGNALED(rank.status):
         number = os.WTERMSIG(rank.status)
