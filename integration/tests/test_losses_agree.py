@@ -14,13 +14,16 @@ from hp_integration.train import Result
 from hp_integration.trainer import next_token_loss, training_batch
 from hp_muon.reference import DenseMuon
 
-MESHES = ("dp_shard=4", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2")
+MESHES = {
+    "dense": ("dp_shard=4", "dp_shard=2,tp=2", "dp_replicate=2,dp_shard=2", "dp_shard=2,cp=2"),
+    "moe": ("dp_shard=4", "dp_shard=2,tp=2", "dp_shard=2,ep=2", "ep=2,cp=2"),
+}
 # A tie in routing may flip an expert, and with it a loss, in the MoE model.
 TOLERANCE = {"dense": 1e-4, "moe": 1e-3}
 Train = Callable[..., Result]
 
 
-@pytest.fixture(scope="module", params=TOLERANCE)
+@pytest.fixture(scope="module", params=list(TOLERANCE))
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -32,7 +35,11 @@ def one(model: str, train: Train) -> Result:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [(model, mesh) for model, meshes in MESHES.items() for mesh in meshes],
+    indirect=["model"],
+)
 def test_four_ranks_have_the_losses_of_one_process(
     model: str, mesh: str, one: Result, train: Train
 ) -> None:

@@ -12,6 +12,14 @@ def test_the_mesh_is_ordered_from_slow_to_fast_axis_whatever_the_user_wrote() ->
     assert list(Options(mesh={"tp": 2}).mesh) == ["dp_shard", "tp"]
 
 
+def test_experts_are_shared_between_rows_and_sequences_are_not() -> None:
+    options = Options(mesh=parse_mesh("dp_shard=2,ep=3,cp=5,tp=7"))
+    assert list(options.mesh) == ["dp_shard", "ep", "cp", "tp"]
+    assert options.data_ranks == 6
+    assert options.sequence_parts == 35
+    assert Options(mesh=options.mesh, sequence_parallel=False).sequence_parts == 5
+
+
 def test_the_command_line_gives_the_same_defaults_as_the_value() -> None:
     assert parse_options([]) == Options()
 
@@ -46,6 +54,8 @@ def test_a_mesh_that_cannot_be_read_is_refused(text: str, message: str) -> None:
         ("--mesh tp=2", "needs 2 ranks, this run has 4"),
         ("--mesh dp_shard=4 --batch-size 6", "divided evenly over 4"),
         ("--mesh dp_shard=2,tp=2 --seq-len 7", "divided evenly over tp=2"),
+        ("--mesh cp=2,tp=2 --seq-len 6", "divided evenly over cp=2, tp=2"),
+        ("--mesh dp_shard=2,ep=2 --batch-size 6", "divided evenly over 4"),
         ("--mesh dp_shard=4 --steps 0", "--steps must be at least 1, found 0"),
         ("--mesh dp_shard=4 --lr -1", "--lr must be positive"),
         ("--mesh dp_shard=4 --lr nan", "--lr must be positive"),

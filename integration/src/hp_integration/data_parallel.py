@@ -10,7 +10,10 @@ from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, all_reduce
 
 DATA_AXES = ("dp_replicate", "dp_shard")
-"""The mesh axes whose ranks see different rows, slowest first."""
+"""The mesh axes that belong to `fully_shard`, slowest first."""
+BATCH_AXES = (*DATA_AXES, "ep")
+"""The mesh axes whose ranks see different rows, slowest first: experts are shared among ranks that
+each bring tokens of their own."""
 
 
 @frozen
@@ -24,9 +27,10 @@ class DataParallel:
     axes: tuple[MeshAxis, ...] = ()
 
     @classmethod
-    def of_mesh(cls, mesh: DeviceMesh) -> DataParallel:
+    def of_mesh(cls, mesh: DeviceMesh, axes: tuple[str, ...] = BATCH_AXES) -> DataParallel:
+        """Of those of `axes` that the mesh has."""
         names = mesh.mesh_dim_names or ()
-        return cls(tuple(MeshAxis.of_mesh(mesh, name) for name in DATA_AXES if name in names))
+        return cls(tuple(MeshAxis.of_mesh(mesh, name) for name in axes if name in names))
 
     @property
     def ranks(self) -> int:

@@ -11,10 +11,11 @@ from typing import NoReturn
 import torch
 from attrs import field, frozen
 
+from hp_integration.data_parallel import BATCH_AXES
 from hp_integration.errors import InputError
 
 # Slowest varying first: replicas on different hosts, tensor parallelism inside one.
-MESH_AXES = ("dp_replicate", "dp_shard", "tp")
+MESH_AXES = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -64,7 +65,13 @@ class Options:
     @property
     def data_ranks(self) -> int:
         """Number of ranks that see different rows of a batch."""
-        return self.world_size // self.mesh["tp"]
+        return math.prod(self.mesh.get(axis, 1) for axis in BATCH_AXES)
+
+    @property
+    def sequence_parts(self) -> int:
+        """Into how many parts a layer's hidden states are cut along the sequence."""
+        tensor = self.mesh["tp"] if self.sequence_parallel else 1
+        return tensor * self.mesh.get("cp", 1)
 
     def check(self, world_size: int) -> None:
         """Checks everything that needs neither files nor the model.
@@ -79,10 +86,11 @@ class Options:
                 f"--batch-size {self.batch_size} sequences cannot be divided evenly over "
                 f"{self.data_ranks} data-parallel ranks"
             )
-        if self.sequence_parallel and self.seq_len % self.mesh["tp"]:
+        if self.seq_len % self.sequence_parts:
+            axes = ", ".join(f"{n}={self.mesh[n]}" for n in ("cp", "tp") if n in self.mesh)
             raise InputError(
-                f"--seq-len {self.seq_len} cannot be divided evenly over tp={self.mesh['tp']}; "
-                "change it or give --no-sequence-parallel"
+                f"--seq-len {self.seq_len} cannot be divided evenly over {axes}; change it or give "
+                "--no-sequence-parallel, which leaves it to cp alone"
             )
         if self.ns_dtype not in NS_DTYPES:
             raise InputError(f"--ns-dtype {self.ns_dtype}: expected one of {', '.join(NS_DTYPES)}")
@@ -181,7 +189,7 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
         type=parse_mesh,
         default=argparse.SUPPRESS,
         metavar="AXIS=N,...",
-        help="axes dp_replicate, dp_shard and tp; their product is the number of ranks",
+        help=f"axes {', '.join(MESH_AXES)}; their product is the number of ranks",
     )
     group.add_argument(
         "--single",
