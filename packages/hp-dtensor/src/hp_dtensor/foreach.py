@@ -18,7 +18,8 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.placements import is_sharding
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.recipe import is_inplace
-from hp_dtensor.rules.reduction import finished_norm, norm_layouts, settled, summable_norm
+from hp_dtensor.rules.norms import finished_norm, norm_layouts, summable_norm
+from hp_dtensor.rules.reduction import settled
 from hp_dtensor.rules.table import rule_named
 from hp_dtensor.transition import Transition
 from hp_platform.ledger import Origin
@@ -86,6 +87,10 @@ def _row(
     if all(getattr(tensor, "_layout", None) is None for tensor in tensors):
         return None, row
     plan = plan_for(name, rule, row, kwargs, tensors)
+    if plan.recipe.run is not None or plan.recipe.composite is not None:
+        raise plan.call.error(
+            "its rule works on one tensor at a time", "pass foreach=False, or call it on each"
+        )
     supply = iter(local_operands(plan, tensors))
     return plan, [next(supply) if isinstance(value, Tensor) else value for value in row]
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Placement
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, layout_of
-from hp_dtensor.rules.shape import own_coordinate
+from hp_dtensor.rules.own_part import own_coordinate
 
 __all__ = ["Dropout", "RandomState", "dropout", "normal_", "rand", "seed", "uniform_"]
 

@@ -1,19 +1,14 @@
-"""Rules of products: linear layers, matrix products, einsum, attention, embeddings."""
+"""Rules of products: linear layers, matrix products, einsum, products of groups of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from hp_dtensor.layout import Layout
-from hp_dtensor.placements import is_sharding
 from hp_dtensor.rules.engine import derive, parse
-from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
-from hp_dtensor.rules.shape import own_indices
+from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 
 
 def pattern_rule(name: str, text: str, parameters: tuple[str, ...], *, linear: bool = True) -> Rule:
@@ -36,7 +31,7 @@ def _matmul(call: Call) -> Recipe:
     """As `torch.matmul`: vectors lose their dim, leading dims broadcast."""
     left, right = (len(operand.shape) for operand in call.operands[:2])
     if not left or not right:
-        raise call.error("both arguments must have at least one dim")
+        raise call.error("both arguments must have at least one dim", "multiply by the number")
     first = "k" if left == 1 else "... m k"
     second = "k" if right == 1 else "... k n"
     output = ("... " if max(left, right) > 2 else "") + ("m " if left > 1 else "")
@@ -58,9 +53,10 @@ def _addmm(call: Call) -> Recipe:
 def _einsum(call: Call) -> Recipe:
     """The equation is the pattern."""
     equation = str(call.get("equation", "")).replace(" ", "")
-    if "->" not in equation:
-        raise call.error("an equation without '->' has no rule", "write the output's dims")
-    left, right = equation.split("->")
+    left, _, right = equation.partition("->")
+    if "->" not in equation:  # letters that occur once, in order, as torch does
+        once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
+        right = ("..." if "..." in left else "") + "".join(once)
     dims = [_spaced(each) for each in left.split(",")]
     if any(len(set(each)) != len(each) for each in left.replace("...", "").split(",")):
         raise call.error("a letter twice in one operand has no rule", "take torch.diagonal first")
@@ -73,87 +69,99 @@ def _spaced(dims: str) -> str:
     return " ".join(dims.replace("...", ".")).replace(".", "...")
 
 
-# -- attention ---------------------------------------------------------------------------------
-
-
-def _attention(call: Call) -> Recipe:
-    """Batch and heads may be cut; with fewer key and value heads, both alike."""
-    if call.get("dropout_p", 0.0) > 0:
-        raise call.error(
-            "attention dropout draws from each rank's own generator",
-            "set dropout_p=0, or attend explicitly and use hp_dtensor.random.dropout",
-        )
-    query, key = call.get("query"), call.get("key")
-    ndim = len(query.shape)
-    if ndim < 4 or not call.get("enable_gqa", False):
-        text = "... [q] [d], ... [k] [d], ... [k] [e]{mask} -> ... q e"
-        sizes: dict[str, int] = {}
-        mask = ", ... [q] [k]"
+def _tensordot(call: Call) -> Recipe:
+    """The last dims of one with the first of the other, or the pairs that are named."""
+    dims = call.get("dims", 2)
+    left, right = (len(operand.shape) for operand in call.operands[:2])
+    if isinstance(dims, Operand):
+        raise call.error("a tensor of dims has no rule", "pass integers or two lists")
+    if isinstance(dims, int):
+        pairs = list(zip(range(left - dims, left), range(dims)))
     else:
-        groups = key.shape[-3]
-        if not groups or query.shape[-3] % groups:
-            raise call.error(f"{query.shape[-3]} query heads over {groups} key heads")
-        text = "... (g r) [q] [d], ... g [k] [d], ... g [k] [e]{mask} -> ... (g r) q e"
-        sizes = {"g": groups, "r": query.shape[-3] // groups}
-        mask = ", ... (g r) [q] [k]" if _mask_dims(call) > 2 else ", [q] [k]"
-    pattern = parse(text.format(mask=mask if len(call.operands) == 4 else ""), linear=False)
-    names = ("query", "key", "value", "attn_mask")
-    derivation = derive(call.operator, pattern, call.layouts, sizes=sizes, names=names)
+        first, second = ([d] if isinstance(d, int) else d for d in dims)
+        pairs = [(a % left, b % right) for a, b in zip(first, second)]
+    one = [f"a{i}" for i in range(left)]
+    other = [f"b{i}" for i in range(right)]
+    for a, b in pairs:
+        other[b] = one[a]
+    gone = {one[a] for a, _ in pairs}
+    out = [name for name in (*one, *other) if name not in gone]
+    derivation = derive(
+        call.operator, parse(f"{' '.join(one)}, {' '.join(other)} -> {' '.join(out)}"), call.layouts
+    )
     return Recipe(derivation.operands, derivation.outputs[0])
 
 
-def _mask_dims(call: Call) -> int:
-    mask = call.get("attn_mask")
-    return len(mask.shape) if isinstance(mask, Operand) else 0
+def _inner(call: Call) -> Recipe:
+    left, right = (len(operand.shape) for operand in call.operands[:2])
+    if not left or not right:
+        derivation = derive(call.operator, parse("..., ... -> ..."), call.layouts)
+        return Recipe(derivation.operands, derivation.outputs[0])
+    one = [f"a{i}" for i in range(left - 1)]
+    other = [f"b{i}" for i in range(right - 1)]
+    text = f"{' '.join([*one, 'k'])}, {' '.join([*other, 'k'])} -> {' '.join([*one, *other])}"
+    derivation = derive(call.operator, parse(text), call.layouts)
+    return Recipe(derivation.operands, derivation.outputs[0])
 
 
-# -- embedding ---------------------------------------------------------------------------------
+def _vecdot(call: Call) -> Recipe:
+    """A product and its sum over one dim."""
+    return Recipe(None, None, composite=lambda x, y, dim=-1, out=None: (x.conj() * y).sum(dim))
 
 
-def _embedding(call: Call) -> Recipe:
-    """A table cut along the vocabulary looks up what it holds; the rest are zeros to be summed."""
-    if call.get("max_norm") is not None or call.get("sparse", False):
-        raise call.error("max_norm and sparse gradients have no rule")
-    if call.get("scale_grad_by_freq", False):
-        raise call.error("scale_grad_by_freq has no rule")
-    if call.layouts[0].partial_axes():
-        raise call.error("the indices are a pending sum, and a lookup is not linear in them")
-    derivation = derive(
-        call.operator, parse("..., v d -> ... d"), call.layouts, names=("input", "weight")
-    )
-    table = derivation.operands[1]
-    recipe = Recipe(derivation.operands, derivation.outputs[0])
-    cut = any(is_sharding(p) and p.dim == 0 for p in table.placements)  # type: ignore[attr-defined]
-    if not cut:
-        return recipe
-    return Recipe(recipe.operands, recipe.outputs, _masked_lookup(table, call.get("padding_idx")))
+def _chain(call: Call) -> Recipe:
+    def product(*matrices: Any, out: Any = None) -> Any:
+        given = matrices[0] if isinstance(matrices[0], tuple | list) else matrices
+        found = given[0]
+        for matrix in given[1:]:
+            found = torch.matmul(found, matrix)
+        return found
+
+    return Recipe(None, None, composite=product)
 
 
-def _masked_lookup(table: Layout, padding_idx: int | None) -> Callable[..., Tensor]:
-    held = own_indices(table, 0)
-    padding = None if padding_idx is None else padding_idx % table.shape[0]
-    start = int(held[0]) if len(held) else 0
-    contiguous = len(held) == 0 or int(held[-1]) - start + 1 == len(held)
-    at = None if padding is None else (held == padding).nonzero().flatten().tolist()
-    local_padding = at[0] if at else None
+def _bilinear(call: Call) -> Recipe:
+    text = "... i, o i j, ... j" + (" + o" if len(call.operands) == 4 else "") + " -> ... o"
+    order = [0, 2, 1, *range(3, len(call.operands))]
+    derivation = derive(call.operator, parse(text), [call.layouts[i] for i in order])
+    operands = [derivation.operands[order.index(i)] for i in range(len(order))]
+    return Recipe(tuple(operands), derivation.outputs[0])
 
-    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        ids, weight = args[0], args[1]
-        if weight.shape[0] == 0:
-            # Keeps the table in the graph, so that its (empty) gradient exists on every rank.
-            zeros = weight.new_zeros((*ids.shape, weight.shape[1]))
-            return zeros + weight.sum()
-        if contiguous:
-            position = ids - start
-            mine = (position >= 0) & (position < weight.shape[0])
-        else:
-            own = held.to(ids.device)
-            position = torch.searchsorted(own, ids.contiguous()).clamp_(max=len(held) - 1)
-            mine = own[position] == ids
-        found = F.embedding(position * mine, weight, local_padding)
-        return found * mine.unsqueeze(-1).to(found.dtype)
 
-    return run
+def _grouped(call: Call) -> Recipe:
+    """Groups of rows, each with its own matrix. `offs` are ends of the groups in all rows, so
+    rows, and experts where rows are shared out among them, are whole."""
+    left, right = (len(call.operands[i].shape) for i in range(2))
+    offsets = call.get("offs")
+    patterns = {
+        (2, 3): "[t] k, [g] k n{offs}{bias} -> t n",
+        (3, 2): "[g] m k, k [t]{offs}{bias} -> m t",
+        (2, 2): "m [t], [t] n{offs}{bias} -> [g] m n",
+        (3, 3): "g m k, g k n{offs}{bias} -> g m n",
+    }
+    text = patterns[left, right]
+    text = text.replace("{offs}", ", [g]" if isinstance(offsets, Operand) else "")
+    bias = isinstance(call.get("bias"), Operand)
+    if bias:
+        raise call.error("a bias has no rule", "add it to the rows afterwards")
+    text = text.replace("{bias}", "")
+    if isinstance(offsets, Operand) and offsets.layout.partial_axes():
+        raise call.error("the offsets are a pending sum", "redistribute them to Replicate()")
+    sizes = {"g": offsets.shape[0]} if isinstance(offsets, Operand) else {}
+    derivation = derive(call.operator, parse(text), call.layouts, sizes=sizes)
+    return Recipe(derivation.operands, derivation.outputs[0])
+
+
+def _whole_matrices(name: str, output: str = "... m n", count: int = 1) -> Rule:
+    """Functions of each matrix: batches may be cut."""
+
+    def rule(call: Call) -> Recipe:
+        text = f"... [m] [n] -> {' , '.join([output] * count)}"
+        derivation = derive(call.operator, parse(text, linear=False), [call.input.layout])
+        made = derivation.outputs[0] if count == 1 else derivation.outputs
+        return Recipe(derivation.operands, made)
+
+    return Rule(name, rule, ("input", "n"))
 
 
 def rules() -> Mapping[str, Rule]:
@@ -164,7 +172,17 @@ def rules() -> Mapping[str, Rule]:
         "mm": Rule("mm", _matmul, ("input", "other")),
         "mv": Rule("mv", _matmul, ("input", "other")),
         "dot": Rule("dot", _matmul, ("input", "other")),
-        "inner": pattern_rule("inner", "i, i ->", ("input", "other")),
+        "vdot": Rule("vdot", _matmul, ("input", "other")),
+        "inner": Rule("inner", _inner, ("input", "other")),
+        "tensordot": Rule("tensordot", _tensordot, ("input", "other", "dims")),
+        "vecdot": Rule("vecdot", _vecdot, ("x", "y", "dim")),
+        "chain_matmul": Rule("chain_matmul", _chain, ("*matrices",)),
+        "multi_dot": Rule("multi_dot", _chain, ("tensors",)),
+        "bilinear": Rule("bilinear", _bilinear, ("input1", "input2", "weight", "bias")),
+        "ger": pattern_rule("ger", "i, j -> i j", ("input", "other")),
+        "addr": pattern_rule("addr", "i j + i, j -> i j", ("input", "first", "second")),
+        "addmv": pattern_rule("addmv", "i + i k, k -> i", ("input", "first", "second")),
+        "addbmm": pattern_rule("addbmm", "m n + b m k, b k n -> m n", ("input", "first", "second")),
         "bmm": pattern_rule("bmm", "b m k, b k n -> b m n", ("input", "other")),
         "outer": pattern_rule("outer", "i, j -> i j", ("input", "other")),
         "baddbmm": pattern_rule(
@@ -172,23 +190,12 @@ def rules() -> Mapping[str, Rule]:
         ),
         "addmm": Rule("addmm", _addmm, ("input", "first", "second")),
         "einsum": Rule("einsum", _einsum, ("equation", "*operands")),
-        "scaled_dot_product_attention": Rule(
-            "scaled_dot_product_attention",
-            _attention,
-            ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"),
-        ),
-        "embedding": Rule(
-            "embedding",
-            _embedding,
-            (
-                "input",
-                "weight",
-                "padding_idx",
-                "max_norm",
-                "norm_type",
-                "scale_grad_by_freq",
-                "sparse",
-            ),
-        ),
     }
+    for name in ("grouped_mm", "_grouped_mm"):
+        found[name] = Rule(name, _grouped, ("input", "other", "offs", "bias", "out_dtype"))
+    for name in words("inv inverse cholesky matrix_exp matrix_power"):
+        found[name] = _whole_matrices(name)
+    for name in words("det logdet"):
+        found[name] = _whole_matrices(name, "...")
+    found["slogdet"] = _whole_matrices("slogdet", "...", 2)
     return found

@@ -51,8 +51,6 @@ _CASTS = {
     "bool": torch.bool,
 }
 
-_LIKE = ("zeros_like", "empty_like", "ones_like", "full_like")
-
 
 def pointwise(call: Call, *, linear: bool, join: str = ",") -> Recipe:
     """Every operand broadcasts; the output is cut where an operand is."""
@@ -146,20 +144,6 @@ def _ragged_or(call: Call, rule: Callable[[Call], Recipe]) -> Recipe:
     return rule(call)
 
 
-def _like(call: Call) -> Recipe:
-    """A new tensor where the old one is. A pending sum of ones would count the ranks."""
-    layout = call.input.layout
-    placements = [Replicate() if isinstance(p, Partial) else p for p in layout.placements]
-    return Recipe(None, layout.with_placements(placements))
-
-
-def _new(call: Call) -> Recipe:
-    """`x.new_zeros(size)` and its kin: the same new tensor on every rank."""
-    layout = call.input.layout
-    size = call.get("size", ())
-    return Recipe(None, Layout(layout.mesh, [Replicate()] * len(layout.placements), size))
-
-
 def _copy(call: Call) -> Recipe:
     """The source is laid out like the target."""
     target, source = call.operands[0].layout, call.operands[1].layout
@@ -206,22 +190,7 @@ def rules() -> Mapping[str, Rule]:
         found[name] = Rule(
             name, partial(_ragged_or, rule=_cast), ("input", "dtype", "other", "third", "fourth")
         )
-    for name in _LIKE:
-        found[name] = Rule(name, _like, ("input", "other"))
-    for name in ("new_zeros", "new_ones", "new_empty", "new_full"):
-        found[name] = Rule(
-            name, _new, ("input", "size") if name == "new_full" else ("input", "*size")
-        )
     found["copy_"] = Rule("copy_", _copy, ("input", "other", "non_blocking"))
     for name in ("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"):
         found[name] = Rule(name, _dropout, ("input", "p", "training", "inplace"))
-    for name in words(
-        """
-    rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_ random_ exponential_
-    cauchy_ log_normal_ geometric_ multinomial normal poisson rrelu kaiming_uniform_
-    kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
-    gumbel_softmax feature_alpha_dropout fractional_max_pool2d
-    """
-    ):
-        found[name] = Rule(name, no_generator, ("*all",))
     return found

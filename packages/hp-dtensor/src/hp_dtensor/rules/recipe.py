@@ -38,11 +38,18 @@ class Recipe:
         operands: the layout each operand needs (None: as it is), or None for all as they are.
         outputs: layout of the result, a sequence of them for several, None for plain results.
         run: called instead of the function with local arguments; None calls the function.
+        composite: called instead of everything above, with the DTensors themselves: the operator
+            written in terms of others. What it communicates, those do.
+        communicates: what `run` does with other ranks, for the error where that is not allowed.
+        copies: a result is a copy where torch gives a view; writing into it is refused.
     """
 
     operands: tuple[Layout | None, ...] | None
     outputs: Any
     run: Run | None = None
+    composite: Callable[..., Any] | None = None
+    communicates: str = ""
+    copies: bool = False
 
 
 @frozen(eq=False)
@@ -54,11 +61,13 @@ class Rule:
         derive: from a call to its recipe, once per distinct call; None where the rule does not
             cover the arguments, which are then treated as having no rule.
         parameters: names of positional arguments; `*name` collects the rest.
+        views: the result shares the input's memory, so that writing into it must land there.
     """
 
     name: str
     derive: Callable[[Call], Recipe | None]
     parameters: tuple[str, ...] = ("input",)
+    views: bool = False
 
 
 @frozen

@@ -10,17 +10,55 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hp_dtensor.rules import matrix, neural, pointwise, reduction, shape
+from hp_dtensor.rules import (
+    attention,
+    convolution,
+    creation,
+    embedding,
+    extremes,
+    indexing,
+    joining,
+    lookups,
+    losses,
+    matrix,
+    normalization,
+    norms,
+    pointwise,
+    reduction,
+    scan,
+    selection,
+    softmax,
+    views,
+)
 from hp_dtensor.rules.recipe import Rule
 
-_FAMILIES = (pointwise, matrix, reduction, shape, neural)
-_SPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.nn.init)
+FAMILIES = (
+    pointwise,
+    creation,
+    matrix,
+    reduction,
+    extremes,
+    norms,
+    softmax,
+    scan,
+    views,
+    indexing,
+    lookups,
+    joining,
+    attention,
+    embedding,
+    convolution,
+    normalization,
+    losses,
+    selection,
+)
+SPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.nn.init)
 
 
-def _functions(name: str) -> Iterator[Callable[..., Any]]:
+def functions_named(name: str) -> Iterator[Callable[..., Any]]:
     """Every function of this name: in torch, as a method, in torch.nn.functional, in place."""
     names = [name] if name.endswith("_") else [name, f"{name}_", f"__{name}__", f"__i{name}__"]
-    for space in _SPACES:
+    for space in SPACES:
         for each in names:
             found = getattr(space, each, None)
             if callable(found):
@@ -28,20 +66,20 @@ def _functions(name: str) -> Iterator[Callable[..., Any]]:
 
 
 @cache
-def _named() -> Mapping[str, Rule]:
-    named: dict[str, Rule] = {}
-    for family in _FAMILIES:
+def named() -> Mapping[str, Rule]:
+    table: dict[str, Rule] = {}
+    for family in FAMILIES:
         for name, rule in family.rules().items():
-            named.setdefault(name, rule)
-    return MappingProxyType(named)
+            table.setdefault(name, rule)
+    return MappingProxyType(table)
 
 
 @cache
 def rules() -> Mapping[Callable[..., Any], Rule]:
     """Rules by function. Built once, never changed."""
     table: dict[Callable[..., Any], Rule] = {}
-    for name, rule in _named().items():
-        for function in _functions(name):
+    for name, rule in named().items():
+        for function in functions_named(name):
             table.setdefault(function, rule)
     return MappingProxyType(table)
 
@@ -53,4 +91,4 @@ def rule_for(function: Callable[..., Any]) -> Rule | None:
 
 def rule_named(name: str) -> Rule | None:
     """The rule of the operator called `name`, for functions that stand for many calls of it."""
-    return _named().get(name)
+    return named().get(name)

@@ -22,6 +22,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Placement, is_partial
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.testing.group import from_everyone
+from hp_dtensor.testing.lockstep import LockstepMesh, StoppedError
 from hp_dtensor.testing.strategies import spread
 from hp_platform import Origin
 
@@ -109,7 +110,7 @@ class DenseCall:
         trial = _Trial(self, operands, rtol, atol)
         for stage in (trial.forward, trial.backward, trial.values):
             found = _outcome(stage)
-            everyone = from_everyone((dist.get_rank(), found), mesh, ORIGIN)
+            everyone = _everyones(found, mesh)
             everyone.sort(key=lambda entry: entry[0])
             for rank, text in everyone:
                 if isinstance(text, str):
@@ -123,6 +124,14 @@ class DenseCall:
         return None
 
 
+def _everyones(found: Any, mesh: DeviceMesh) -> list[tuple[int, Any]]:
+    """Every rank's outcome. Ranks in lockstep need none but their own: one that raises stops all,
+    and refusals are compared afterwards."""
+    if isinstance(mesh, LockstepMesh):
+        return [(mesh.own_rank, found)]
+    return from_everyone((dist.get_rank(), found), mesh, ORIGIN)
+
+
 def _outcome(stage: Callable[[], None]) -> Refused | str | None:
     """A stage's failure as a value that can be sent."""
     try:
@@ -131,6 +140,8 @@ def _outcome(stage: Callable[[], None]) -> Refused | str | None:
         return Refused(str(error))
     except AssertionError as error:
         return str(error)
+    except StoppedError:
+        raise
     except Exception as error:
         return f"neither a result nor an OperatorError, but {type(error).__name__}: {error}"
     return None

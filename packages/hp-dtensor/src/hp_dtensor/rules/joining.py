@@ -1,0 +1,376 @@
+"""Rules of operators that join, repeat, pad or reorder along a dim.
+
+Tensors joined along a dim that all of them cut alike need no communication: every rank joins its
+own parts, and the result is cut in sections, one per tensor (`SectionedShard`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+    describe,
+    is_sharding,
+    sharded_dims,
+)
+from hp_dtensor.rules.dims import bracketed, dims_of, letters, one_dim
+from hp_dtensor.rules.engine import chunk_sizes, derive, parse
+from hp_dtensor.rules.own_part import own_coordinate, own_indices
+from hp_dtensor.rules.parts import cutting_axes
+from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
+
+# -- joining ---------------------------------------------------------------------------------------
+
+
+def _cat(call: Call) -> Recipe:
+    tensors = list(call.get("tensors"))
+    if not all(isinstance(tensor, Operand) for tensor in tensors):
+        raise call.error("every tensor joined must be a DTensor", "wrap the others")
+    ndim = max(len(tensor.shape) for tensor in tensors)
+    given = call.get("dim", call.get("axis"))
+    (dim,) = (0,) if given is None else _dims(call, given, ndim)
+    if any(len(tensor.shape) != ndim for tensor in tensors):
+        raise call.error("tensors joined must have equally many dims", "unsqueeze the others")
+    cut = {axis for tensor in tensors for axis in cutting_axes(tensor.layout, dim)}
+    names = letters(ndim)
+    parts = [
+        " ".join(f"[c{i}]" if k == dim else name for k, name in enumerate(names))
+        for i in range(len(tensors))
+    ]
+    sizes = {"c": sum(tensor.shape[dim] for tensor in tensors)}
+    out = bracketed([*names[:dim], "c", *names[dim + 1 :]], {dim})
+    layouts = [_without(tensor.layout, cut) for tensor in tensors]
+    pattern = parse(f"{' + '.join(parts)} -> {out}")
+    derivation = derive(call.operator, pattern, layouts, sizes=sizes)
+    if not cut:
+        return Recipe(derivation.operands, derivation.outputs[0])
+    joined = {axis: _sections(call, tensors, dim, axis) for axis in sorted(cut)}
+    same = {axis: [tensor.layout.placements[axis] for tensor in tensors] for axis in sorted(cut)}
+    operands = [
+        _with(layout, {axis: placements[i] for axis, placements in same.items()})
+        for i, layout in enumerate(derivation.operands)
+    ]
+    return Recipe(tuple(operands), _with(derivation.outputs[0], joined))
+
+
+def _dims(call: Call, given: Any, ndim: int) -> tuple[int, ...]:
+    if not -ndim <= given < ndim:
+        raise call.error(f"dim {given} is out of range for tensors of {ndim} dims")
+    return (given % ndim,)
+
+
+def _without(layout: Layout, axes: set[int]) -> Layout:
+    return _with(layout, dict.fromkeys(axes, Replicate()))
+
+
+def _with(layout: Layout, chosen: Mapping[int, Placement]) -> Layout:
+    values = [chosen.get(axis, p) for axis, p in enumerate(layout.placements)]
+    grads = [chosen.get(axis, p) for axis, p in enumerate(layout.grad_placements)]
+    return Layout(layout.mesh, values, layout.shape, grads)
+
+
+def _sections(call: Call, tensors: Sequence[Operand], dim: int, axis: int) -> Placement:
+    """The cut of the joined dim along one axis that cuts it in every tensor."""
+    sections: list[int] = []
+    name = tensors[0].layout.abstract_mesh.axis_names[axis]
+    for tensor in tensors:
+        placement, size = tensor.layout.placements[axis], tensor.shape[dim]
+        if sharded_dims(placement) != (dim,):
+            raise call.error(
+                f"on mesh axis {name!r} dim {dim} is cut in some of the tensors joined along it "
+                "and not in others",
+                f"redistribute all of them to Shard({dim}), or all to Replicate()",
+            )
+        if isinstance(placement, Shard):
+            sections.append(size)
+        elif isinstance(placement, SectionedShard):
+            sections += placement.sections
+        elif isinstance(placement, StridedShard) and size % placement.split_factor == 0:
+            sections += [size // placement.split_factor] * placement.split_factor
+        else:
+            raise call.error(
+                f"on mesh axis {name!r} dim {dim} is placed {describe(placement)}, and no "
+                "placement describes what joining along it gives",
+                f"redistribute the tensors to Shard({dim}) first",
+            )
+    return SectionedShard(dim, sections)
+
+
+def _stack(call: Call) -> Recipe:
+    tensors = list(call.get("tensors"))
+    if not all(isinstance(tensor, Operand) for tensor in tensors):
+        raise call.error("every tensor stacked must be a DTensor", "wrap the others")
+    names = letters(len(tensors[0].shape))
+    dim = call.get("dim", 0)
+    at = dim if dim >= 0 else dim + len(names) + 1
+    out = " ".join([*names[:at], "[c]", *names[at:]])
+    parts = " + ".join([" ".join(names)] * len(tensors))
+    sizes = {"c": len(tensors)}
+    derivation = derive(call.operator, parse(f"{parts} -> {out}"), call.layouts, sizes=sizes)
+    return Recipe(derivation.operands, derivation.outputs[0])
+
+
+_JOINED: Mapping[str, Callable[..., Any]] = {
+    "vstack": lambda tensors: torch.cat([torch.atleast_2d(t) for t in tensors], 0),
+    "hstack": lambda tensors: torch.cat(
+        [torch.atleast_1d(t) for t in tensors], min(1, max(tensors[0].ndim - 1, 0))
+    ),
+    "dstack": lambda tensors: torch.cat([torch.atleast_3d(t) for t in tensors], 2),
+    "column_stack": lambda tensors: torch.cat(
+        [t.reshape(t.numel(), 1) if t.ndim < 2 else t for t in tensors], 1
+    ),
+}
+
+
+def _joined(call: Call) -> Recipe:
+    name = "vstack" if call.operator == "row_stack" else call.operator
+    return Recipe(None, None, composite=_JOINED[name])
+
+
+# -- repeating -------------------------------------------------------------------------------------
+
+
+def _repeat(call: Call) -> Recipe:
+    """Copies one after the other: the count is a new factor in front of each dim."""
+    sizes = tuple(int(size) for size in call.get("sizes", call.get("dims", call.get("reps"))))
+    shape = call.input.shape
+    extra = len(sizes) - len(shape)
+    if call.operator == "tile" and extra < 0:
+        sizes, extra = (1,) * -extra + sizes, 0
+    if extra < 0:
+        raise call.error(
+            f"repeat needs a count per dim, found {sizes} for {len(shape)} dims",
+            "use 1 for the dims that stay as they are",
+        )
+    right = [f"n{i}" for i in range(extra)]
+    new = {f"n{i}": count for i, count in enumerate(sizes)}
+    left = [f"d{i}" for i in range(len(shape))]
+    for i in range(len(shape)):
+        count = sizes[extra + i]
+        right.append(f"d{i}" if count == 1 else f"(n{extra + i} d{i})")
+    return _linear(call, f"{' '.join(left)} -> {' '.join(right)}", new)
+
+
+def _linear(call: Call, text: str, sizes: Mapping[str, int]) -> Recipe:
+    derivation = derive(call.operator, parse(text), [call.input.layout], sizes=sizes)
+    rest = (None,) * (len(call.operands) - 1)
+    return Recipe((*derivation.operands, *rest), derivation.outputs[0])
+
+
+def _repeat_interleave(call: Call) -> Recipe:
+    """Each element several times in a row: the count is a new factor behind the dim."""
+    count, given = call.get("repeats"), call.get("dim")
+    if not isinstance(count, int) or given is None:
+        raise call.error(
+            "only an integer count along a given dim has a rule",
+            "pass an integer and dim=, or redistribute to Replicate() and compute on to_local()",
+        )
+    dim = one_dim(call)
+    names = letters(len(call.input.shape))
+    right = " ".join(f"({name} n)" if i == dim else name for i, name in enumerate(names))
+    return _linear(call, f"{' '.join(names)} -> {right}", {"n": count})
+
+
+# -- padding ---------------------------------------------------------------------------------------
+
+
+def _pad(call: Call) -> Recipe:
+    amounts = [int(amount) for amount in call.get("pad")]
+    ndim = len(call.input.shape)
+    changed = {
+        ndim - 1 - i: (before, after)
+        for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2]))
+        if before or after
+    }
+    mode, value = call.get("mode", "constant"), call.get("value", None)
+    cut = {dim for dim in changed if cutting_axes(call.input.layout, dim)}
+    if cut and (mode != "constant" or min(amounts) < 0):
+        raise call.error(
+            f"dims {sorted(cut)} are cut, and padding in mode {mode!r} by {amounts} needs what "
+            "other ranks hold",
+            "redistribute those dims to Replicate() first",
+        )
+    names = letters(ndim)
+    sizes = {f"p{d}": call.input.shape[d] + sum(amount) for d, amount in changed.items()}
+    ends = {
+        axis: (dim, _padded_shares(call, dim, axis, changed[dim]))
+        for dim in sorted(cut)
+        for axis in cutting_axes(call.input.layout, dim)
+    }
+    left = bracketed(names, set(changed))
+    right = " ".join(f"[p{i}]" if i in changed else name for i, name in enumerate(names))
+    linear = mode != "constant" or not value
+    source = _without(call.input.layout, set(ends))
+    derivation = derive(
+        call.operator, parse(f"{left} -> {right}", linear=linear), [source], sizes=sizes
+    )
+    if not ends:
+        return Recipe(derivation.operands, derivation.outputs[0])
+    needed = _with(
+        derivation.operands[0], {axis: call.input.layout.placements[axis] for axis in ends}
+    )
+    output = _with(derivation.outputs[0], {axis: placed for axis, (_, placed) in ends.items()})
+    coordinate = own_coordinate(needed)
+    sizes_of_axes = needed.abstract_mesh.sizes
+    own = list(amounts) + [0] * (2 * ndim - len(amounts))
+    for axis, (dim, _) in ends.items():
+        first, last = 2 * (ndim - 1 - dim), 2 * (ndim - 1 - dim) + 1
+        own[first] *= coordinate[axis] == 0
+        own[last] *= coordinate[axis] == sizes_of_axes[axis] - 1
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        return F.pad(args[0], own, value=value)
+
+    return Recipe((needed,), output, run)
+
+
+def _padded_shares(call: Call, dim: int, axis: int, amount: tuple[int, int]) -> Placement:
+    layout = call.input.layout
+    placement, ways = layout.placements[axis], layout.abstract_mesh.sizes[axis]
+    alone = len(cutting_axes(layout, dim)) == 1
+    size = layout.shape[dim]
+    if not alone or not isinstance(placement, Shard | RaggedShard) or size == 0:
+        raise call.error(
+            f"dim {dim} is placed {describe(layout.placements)}, and no placement describes what "
+            "padding it gives",
+            "redistribute that dim to Replicate() first",
+        )
+    if isinstance(placement, RaggedShard):
+        unit = size // sum(placement.local_units)
+        counts = [unit * units for units in placement.local_units]
+    else:
+        counts = list(chunk_sizes(size, ways))
+    counts[0] += amount[0]
+    counts[-1] += amount[1]
+    if tuple(counts) == chunk_sizes(sum(counts), ways):
+        return Shard(dim)
+    divisor = math.gcd(*counts)
+    return RaggedShard((dim,), [count // divisor for count in counts])
+
+
+# -- reordering ------------------------------------------------------------------------------------
+
+
+def reordered(call: Call, dims: Sequence[int], *, linear: bool = True, outputs: int = 1) -> Recipe:
+    """The shape stays; the named dims must be whole on every rank."""
+    names = letters(len(call.input.shape))
+    text = f"{bracketed(names, set(dims))} -> {' , '.join([' '.join(names)] * outputs)}"
+    derivation = derive(call.operator, parse(text, linear=linear), [call.input.layout])
+    made = derivation.outputs[0] if outputs == 1 else derivation.outputs
+    rest = (None,) * (len(call.operands) - 1)
+    return Recipe((*derivation.operands, *rest), made)
+
+
+def _flip(call: Call) -> Recipe:
+    ndim = len(call.input.shape)
+    if call.operator in ("fliplr", "flipud"):
+        return reordered(call, (1 if call.operator == "fliplr" else 0,))
+    return reordered(call, dims_of(call, ndim, "dims"))
+
+
+def _rot90(call: Call) -> Recipe:
+    first, second = (
+        dims_of(call, len(call.input.shape), "dims") if "dims" in call.arguments else (0, 1)
+    )
+    names = letters(len(call.input.shape))
+    out = list(names)
+    if call.get("k", 1) % 2:
+        out[first], out[second] = out[second], out[first]
+    return _linear(call, f"{bracketed(names, {first, second})} -> {' '.join(out)}", {})
+
+
+def _roll(call: Call) -> Recipe:
+    ndim = len(call.input.shape)
+    if call.get("dims") in (None, ()):
+        return reordered(call, tuple(range(ndim)))
+    return reordered(call, dims_of(call, ndim, "dims"))
+
+
+def _triangle(call: Call) -> Recipe:
+    """Each rank clears by its own global row and column numbers."""
+    layout = call.input.layout
+    ndim = len(layout.shape)
+    if ndim < 2:
+        raise call.error("the input must have at least 2 dims", "unsqueeze it")
+    rows, columns = ndim - 2, ndim - 1
+    recipe = reordered(call, ())
+    if not (cutting_axes(layout, rows) or cutting_axes(layout, columns)):
+        return recipe
+    diagonal = call.get("diagonal", 0)
+    offset = own_indices(layout, columns)[None, :] - own_indices(layout, rows)[:, None]
+    cleared = offset > diagonal if call.operator.startswith("tril") else offset < diagonal
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        mask = cleared.to(args[0].device)
+        return args[0].masked_fill_(mask, 0) if call.inplace else args[0].masked_fill(mask, 0)
+
+    return Recipe(recipe.operands, recipe.outputs, run)
+
+
+# -- combinations ----------------------------------------------------------------------------------
+
+
+def _meshgrid(call: Call) -> Recipe:
+    """The first two grid dims are exchanged for `indexing="xy"`."""
+    tensors = call.get("tensors")
+    order = list(range(len(tensors)))
+    if call.get("indexing") == "xy" and len(order) > 1:
+        order[0], order[1] = 1, 0
+    names = [f"g{i}" for i in range(len(tensors))]
+    out = " ".join(names[i] for i in order)
+    outputs = []
+    operands = []
+    for i, tensor in enumerate(tensors):
+        text = names[i] if tensor.shape else ""
+        sizes = {n: (t.shape[0] if t.shape else 1) for n, t in zip(names, tensors)}
+        made = derive(call.operator, parse(f"{text} -> {out}"), [tensor.layout], sizes=sizes)
+        operands.append(made.operands[0])
+        outputs.append(made.outputs[0])
+    if any(is_sharding(p) or isinstance(p, Partial) for o in operands for p in o.placements):
+        raise call.error(
+            "a grid of sharded tensors would have to be cut alike in every part",
+            "redistribute the tensors to Replicate() first",
+        )
+    return Recipe(tuple(operands), outputs)
+
+
+def rules() -> Mapping[str, Rule]:
+    found: dict[str, Rule] = {}
+    for name in ("cat", "concat", "concatenate"):
+        found[name] = Rule(name, _cat, ("tensors", "dim"))
+    found["stack"] = Rule("stack", _stack, ("tensors", "dim"))
+    for name in (*_JOINED, "row_stack"):
+        found[name] = Rule(name, _joined, ("tensors",))
+    found["repeat"] = Rule("repeat", _repeat, ("input", "*sizes"))
+    found["tile"] = Rule("tile", _repeat, ("input", "*dims"))
+    found["repeat_interleave"] = Rule(
+        "repeat_interleave", _repeat_interleave, ("input", "repeats", "dim")
+    )
+    found["pad"] = Rule("pad", _pad, ("input", "pad", "mode", "value"))
+    for name in ("flip", "fliplr", "flipud"):
+        found[name] = Rule(name, _flip, ("input", "*dims"))
+    found["rot90"] = Rule("rot90", _rot90, ("input", "k", "dims"))
+    found["roll"] = Rule("roll", _roll, ("input", "shifts", "dims"))
+    for name in ("tril", "triu"):
+        found[name] = Rule(name, _triangle, ("input", "diagonal"))
+    found["meshgrid"] = Rule("meshgrid", _meshgrid, ("*tensors",))
+    return found
+
+
+_ = (itertools, partial)

@@ -1,0 +1,177 @@
+"""`check_simulated`: a function over drawn layouts on a mesh of any shape, in this process.
+
+Ranks run in lockstep as threads (`hp_dtensor.testing.lockstep`), so a mesh of three axes costs no
+processes. What is compared is the same as in `check_rule`: values, gradients, local shapes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+)
+from hp_dtensor.testing.dense_comparison import DenseCall, Refused
+from hp_dtensor.testing.lockstep import LockstepMesh, run_lockstep
+from hp_dtensor.testing.strategies import spread
+
+__all__ = ["check_simulated", "compare_simulated", "drawn_choices"]
+
+Choice = tuple[Placement, Placement]
+
+
+def compare_simulated(
+    call: DenseCall,
+    mesh: Mapping[str, int],
+    combinations: Sequence[Sequence[Layout]],
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> list[Refused | None]:
+    """One entry per combination of layouts: None where everything is as in the dense call.
+
+    Raises:
+        AssertionError: something differs, or ranks disagree; names layouts and rank.
+    """
+    values = [call.leaves[i] for i in call.tensors]
+    parts = [
+        [spread(value.detach(), layout) for value, layout in zip(values, layouts)]
+        for layouts in combinations
+    ]
+
+    def body(own: LockstepMesh) -> list[Refused | None]:
+        found = []
+        for layouts, locals_ in zip(combinations, parts):
+            operands = [
+                _placed(own, layout, every[own.own_rank], value)
+                for layout, every, value in zip(layouts, locals_, values)
+            ]
+            try:
+                found.append(call.compare(operands, own, rtol=rtol, atol=atol))
+            except Exception as error:
+                shown = "; ".join(str(layout) for layout in layouts)
+                raise AssertionError(f"input layouts {shown}: {error}") from error
+        return found
+
+    everyone = run_lockstep(body, dict(mesh))
+    for rank, found in enumerate(everyone):
+        for layouts, one, first in zip(combinations, found, everyone[0]):
+            assert (one is None) == (first is None), (
+                f"ranks 0 and {rank} disagree about {[str(each) for each in layouts]}: "
+                f"{first}, {one}"
+            )
+    return everyone[0]
+
+
+def _placed(mesh: LockstepMesh, layout: Layout, local: Tensor, value: Tensor) -> DTensor:
+    own = Layout(mesh, layout.placements, layout.shape, layout.grad_placements)
+    has_gradient = value.is_floating_point() or value.is_complex()
+    return DTensor.of_layout(local.clone(), own).requires_grad_(has_gradient)
+
+
+def drawn_choices(
+    shape: Sequence[int], size: int, floating: bool, draw: random.Random
+) -> list[Choice]:
+    """What an axis may do to a tensor: every kind of placement, each with its gradient."""
+    choices: list[Choice] = [(Replicate(), Replicate())]
+    if floating:
+        choices += [(Replicate(), Partial()), (Partial(), Replicate())]
+    for dim, length in enumerate(shape):
+        first = draw.randint(0, length)
+        cuts = _cuts(draw, length, size)
+        made: list[Placement] = [Shard(dim), Shard(dim), StridedShard(dim, draw.randint(2, 3))]
+        made.append(SectionedShard(dim, (first, length - first)))
+        if length:
+            made.append(RaggedShard((dim,), cuts))
+        choices += [(placement, placement) for placement in made]
+    return choices
+
+
+def _cuts(draw: random.Random, length: int, size: int) -> list[int]:
+    ends = sorted(draw.randint(0, length) for _ in range(size - 1))
+    bounds = [0, *ends, length]
+    return [b - a for a, b in zip(bounds, bounds[1:])]
+
+
+def check_simulated(
+    fn: Callable[..., Any],
+    example: Sequence[Any],
+    *,
+    mesh: Mapping[str, int],
+    draws: int = 20,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> tuple[int, int]:
+    """Runs a function on drawn layouts of its tensor arguments; how many were accepted, refused.
+
+    Half of the draws give the tensors one placement each per axis at random; the others prefer
+    axes that a first pass found acceptable by themselves, so that combinations are accepted too.
+
+    Raises:
+        AssertionError: a result is wrong, with the layouts and the rank.
+    """
+    abstract = AbstractMesh.of(mesh)
+    call = DenseCall.of(fn, example)
+    tensors = [call.leaves[i] for i in call.tensors]
+    draw = random.Random(seed)
+
+    def column(size: int) -> list[Choice]:
+        return [
+            draw.choice(drawn_choices(t.shape, size, t.dtype.is_floating_point, draw))
+            for t in tensors
+        ]
+
+    def layouts_of(columns: Sequence[Sequence[Choice]]) -> list[Layout] | None:
+        try:
+            return [
+                Layout(abstract, [c[i][0] for c in columns], t.shape, [c[i][1] for c in columns])
+                for i, t in enumerate(tensors)
+            ]
+        except ValueError:
+            return None
+
+    whole: list[Choice] = [(Replicate(), Replicate())] * len(tensors)
+    singles: list[tuple[int, list[Choice]]] = []
+    tried = []
+    for number in range(draws):
+        axis = number % abstract.ndim
+        columns = [whole] * abstract.ndim
+        columns[axis] = column(abstract.sizes[axis])
+        made = layouts_of(columns)
+        if made is not None:
+            singles.append((axis, columns[axis]))
+            tried.append(made)
+    found = compare_simulated(call, mesh, tried, rtol=rtol, atol=atol)
+    fitting: dict[int, list[list[Choice]]] = {}
+    for (axis, chosen), refusal in zip(singles, found):
+        if refusal is None:
+            fitting.setdefault(axis, []).append(chosen)
+    accepted = sum(refusal is None for refusal in found)
+    refused = len(found) - accepted
+    if abstract.ndim > 1:
+        tried = []
+        for _ in range(draws):
+            columns = [
+                draw.choice(fitting.get(axis, [whole])) for axis in range(abstract.ndim)
+            ]
+            made = layouts_of(columns)
+            if made is not None:
+                tried.append(made)
+        found = compare_simulated(call, mesh, tried, rtol=rtol, atol=atol)
+        accepted += sum(refusal is None for refusal in found)
+        refused += sum(refusal is not None for refusal in found)
+    return accepted, refused
