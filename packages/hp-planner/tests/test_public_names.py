@@ -11,7 +11,9 @@ from hp_platform import HPError
 
 
 def test_public_names_are_these():
-    assert hp_planner.__all__ == ["LintError", "PlanError", "Violation", "explain", "lint", "plan"]
+    errors_and_values = ["Change", "LintError", "Memory", "Message", "PlanDiff", "PlanError"]
+    functions = ["diff", "explain", "lint", "memory", "messages", "plan"]
+    assert hp_planner.__all__ == [*errors_and_values, "Violation", "Workload", *functions]
     assert all(hasattr(hp_planner, name) for name in hp_planner.__all__)
 
 
