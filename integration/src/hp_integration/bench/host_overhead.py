@@ -99,8 +99,13 @@ def _local_input() -> Tensor:
     return torch.randn(_BATCH, _SEQUENCE // _RANKS, _HIDDEN)
 
 
-def _step(block: Callable[..., Any], hidden: Tensor, positions: tuple[Any, Any]) -> Step:
+def _step(block: nn.Module, hidden: Tensor, positions: tuple[Any, Any]) -> Step:
+    """Clears the gradients, and runs forward and backward."""
+    held = [*block.parameters(), hidden]
+
     def step() -> None:
+        for parameter in held:
+            parameter.grad = None
         output = block(hidden, attention_mask=None, position_embeddings=positions)
         output = output[0] if isinstance(output, tuple) else output
         local = output.to_local() if hasattr(output, "to_local") else output

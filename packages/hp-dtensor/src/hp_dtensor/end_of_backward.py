@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -20,8 +21,7 @@ from torch import Tensor
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Partial, Placement, Replicate
-from hp_dtensor.settlement import settle_gradients
-from hp_platform import Origin
+from hp_dtensor.settlement import Settlement
 
 __all__ = ["EndOfBackward", "SettledGradient", "queue_at_end_of_backward", "settled_placements"]
 
@@ -76,11 +76,15 @@ class EndOfBackward:
     Passes that run inside another one (reentrant checkpointing) belong to the outer pass when
     that has already reached a parameter, and are passes of their own otherwise.
 
+    `dtype` is what the sums are taken in, each gradient's own by default.
+
     Gradients obtained with `torch.autograd.grad` are not accumulated into leaves and stay this
     rank's summands.
     """
 
     gradients: Sequence[SettledGradient]
+    dtype: torch.dtype | None = None
+    _settlements: dict[Any, Settlement] = field(factory=dict, init=False)
     _earlier: dict[int, Tensor | None] = field(factory=dict, init=False)
     _running: Callable[[], _Pass | None] = field(default=lambda: None, init=False)
 
@@ -132,12 +136,24 @@ class EndOfBackward:
                 each.leaf.grad = old
         with torch.no_grad():
             fresh = [_own(each.leaf) for each, _ in new]
-            origin = Origin("hp_dtensor", "gradient settlement", "backward")
-            settle_gradients(fresh, [each.layout for each, _ in new], origin=origin)
+            self._settlement(new, fresh).run(fresh)
             for (each, old), gradient in zip(new, fresh):
                 each.leaf.grad = gradient if old is None else old.add_(gradient)
                 if each.settled is not None:
                     each.settled()
+
+    def _settlement(
+        self, new: Sequence[tuple[SettledGradient, Tensor | None]], fresh: Sequence[Tensor]
+    ) -> Settlement:
+        """The one worked out for these leaves and dtypes; a model has one or two of them."""
+        key = tuple([(id(each), g.dtype) for (each, _), g in zip(new, fresh)])
+        found = self._settlements.get(key)
+        if found is None:
+            if len(self._settlements) > 8:  # parameters are frozen or unused in turn
+                self._settlements.clear()
+            layouts = [each.layout for each, _ in new]
+            found = self._settlements[key] = Settlement.of(fresh, layouts, self.dtype)
+        return found
 
     def __deepcopy__(self, memo: object) -> EndOfBackward:
         return self

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from hp_dtensor.layout import Layout
@@ -22,6 +23,8 @@ from hp_platform.ledger import Origin
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+    from hp_platform.axis import MeshAxis
 
 _ORIGIN = Origin("hp_dtensor", "gradient settlement", "backward")
 
@@ -50,17 +53,89 @@ def settle_gradients(
     """
     if len(gradients) != len(layouts):
         raise ValueError(f"settle_gradients: {len(gradients)} gradients but {len(layouts)} layouts")
-    groups: dict[tuple[DeviceMesh, int, str, torch.dtype], list[Tensor]] = {}
-    for gradient, layout in zip(gradients, layouts):
-        for axis, reduction in _summed_axes(layout):
-            mesh = _checked_mesh(gradient, layout)
-            if mesh is None:
-                continue
-            key = (mesh, axis, reduction, dtype or gradient.dtype)
-            groups.setdefault(key, []).append(gradient)
-    # Innermost axes last: a gradient with summands on two axes is reduced over one after another.
-    for (mesh, axis, reduction, carrier), members in groups.items():
-        _reduce_fused(members, mesh, axis, reduction, carrier, origin)
+    Settlement.of(gradients, layouts, dtype).run(gradients, origin)
+
+
+@frozen(eq=False)
+class Settlement:
+    """What `settle_gradients` does to one list of gradients, worked out once.
+
+    For gradients of the same shapes, dtypes and device in the same order it can be run again; its
+    buffers are kept for that.
+    """
+
+    groups: tuple[_Group, ...]
+
+    @classmethod
+    def of(
+        cls,
+        gradients: Sequence[Tensor],
+        layouts: Sequence[Layout],
+        dtype: torch.dtype | None = None,
+    ) -> Settlement:
+        """Args and errors as for `settle_gradients`."""
+        members: dict[tuple[DeviceMesh, int, str, torch.dtype], list[int]] = {}
+        for index, (gradient, layout) in enumerate(zip(gradients, layouts)):
+            for axis, reduction in _summed_axes(layout):
+                mesh = _checked_mesh(gradient, layout)
+                if mesh is not None:
+                    key = (mesh, axis, reduction, dtype or gradient.dtype)
+                    members.setdefault(key, []).append(index)
+        # Innermost axes last: summands on two axes are reduced over one after another.
+        return cls(
+            tuple(
+                _Group.of(
+                    mesh_axis(mesh, axis), reduction, carrier, indices,
+                    [gradients[index] for index in indices],
+                )
+                for (mesh, axis, reduction, carrier), indices in members.items()
+            )
+        )  # fmt: skip
+
+    def run(self, gradients: Sequence[Tensor], origin: Origin = _ORIGIN) -> None:
+        """Settles `gradients` in place. Every rank must make the call."""
+        with torch.no_grad():
+            for group in self.groups:
+                group.run([gradients[index] for index in group.indices], origin)
+
+
+@frozen(eq=False)
+class _Group:
+    """Gradients that are reduced in one message."""
+
+    axis: MeshAxis
+    reduction: str
+    indices: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    where: BufferLayout
+    device: torch.device
+    spare: list[tuple[Tensor, list[Tensor]]]
+
+    @classmethod
+    def of(
+        cls,
+        axis: MeshAxis,
+        reduction: str,
+        carrier: torch.dtype,
+        indices: Sequence[int],
+        gradients: Sequence[Tensor],
+    ) -> _Group:
+        where = BufferLayout.of([gradient.numel() for gradient in gradients], carrier)
+        shapes = tuple(tuple(gradient.shape) for gradient in gradients)
+        return cls(axis, reduction, tuple(indices), shapes, where, gradients[0].device, [])
+
+    def run(self, gradients: list[Tensor], origin: Origin) -> None:
+        # Taken out while it is used, so that two passes at a time have a buffer each.
+        buffer, views = self.spare.pop() if self.spare else self._made()
+        torch._foreach_copy_(views, gradients)
+        all_reduce(buffer, self.axis, op=self.reduction, origin=origin).wait()
+        torch._foreach_copy_(gradients, views)
+        if not self.spare:
+            self.spare.append((buffer, views))
+
+    def _made(self) -> tuple[Tensor, list[Tensor]]:
+        buffer = self.where.allocate(self.device)
+        return buffer, self.where.views(buffer, self.shapes)
 
 
 def needs_settlement(layout: Layout) -> bool:
@@ -88,20 +163,3 @@ def _checked_mesh(gradient: Tensor, layout: Layout) -> DeviceMesh | None:
             f"this rank {own}"
         )
     return None if isinstance(layout.mesh, AbstractMesh) else layout.mesh
-
-
-def _reduce_fused(
-    members: list[Tensor],
-    mesh: DeviceMesh,
-    axis: int,
-    reduction: str,
-    carrier: torch.dtype,
-    origin: Origin,
-) -> None:
-    where = BufferLayout.of([gradient.numel() for gradient in members], carrier)
-    buffer = where.allocate(members[0].device)
-    views = where.views(buffer, [tuple(gradient.shape) for gradient in members])
-    with torch.no_grad():
-        torch._foreach_copy_(views, members)
-        all_reduce(buffer, mesh_axis(mesh, axis), op=reduction, origin=origin).wait()
-        torch._foreach_copy_(members, views)

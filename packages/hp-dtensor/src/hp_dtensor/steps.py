@@ -8,7 +8,7 @@ axis, run by a process group or by the simulator.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from hp_platform.ledger import Origin
 
 
-@frozen
+@frozen(slots=False)
 class EvenCut:
     """A view of `count` equal pieces along one dim.
 
@@ -53,15 +53,21 @@ class EvenCut:
         split = (*view[:dim], count, view[dim] // count, *view[dim + 1 :])
         return cls(split, (count, *piece), dim, math.prod(view[:dim]) == 1)
 
-    def pieces(self, tensor: Tensor) -> Tensor:
+    @cached_property
+    def pieces(self) -> Callable[[Tensor], Tensor]:
         """1-D: the pieces, one after the other; shares the tensor's memory where they lie so."""
         if self.leading:
-            return tensor.contiguous().view(-1)
-        return tensor.reshape(self.split).movedim(self.dim, 0).contiguous().view(-1)
+            return _flat
+        split, dim = self.split, self.dim
+        return lambda tensor: tensor.reshape(split).movedim(dim, 0).contiguous().view(-1)
 
-    def joined(self, received: Tensor) -> Tensor:
-        """The view from its pieces, as `split`; strided."""
-        return received.view(self.stacked).movedim(0, self.dim)
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 @frozen(eq=False, slots=False)
@@ -114,25 +120,35 @@ class RankStep:
         self.receives[0].put(padded, viewed)
         return padded.reshape(self.shape)
 
-    def pack(self, tensor: Tensor) -> Tensor:
+    @cached_property
+    def pack(self) -> Callable[[Tensor], Tensor]:
         """What goes into the collective: 1-D, but for an all-reduce a copy of the tensor."""
         if self.kind is Kind.ALL_REDUCE:
-            return tensor.clone(memory_format=torch.contiguous_format)
+            return _copy
         if self.even_sends is not None:
-            return self.even_sends.pieces(tensor)
+            return self.even_sends.pieces
         if self.kind is Kind.ALL_GATHER and self.sends[0].whole:
-            return tensor.contiguous().view(-1)
+            return _flat
+        return self._packed
+
+    def _packed(self, tensor: Tensor) -> Tensor:
         if self.kind is Kind.ALL_GATHER or len(self.sends) == 1:
             return self.sends[0].take(tensor.reshape(self.view)).reshape(-1).contiguous()
         viewed = tensor.reshape(self.view)
         return torch.cat([block.take(viewed).reshape(-1) for block in self.sends])
 
-    def unpack(self, received: Tensor) -> Tensor:
+    @cached_property
+    def unpack(self) -> Callable[[Tensor], Tensor]:
         """The new local tensor from the collective's result."""
-        if self.in_order:
-            return received.view(self.shape)
-        if self.even_receives is not None:
-            return self.even_receives.joined(received).reshape(self.shape)
+        shape, even = self.shape, self.even_receives
+        if self.in_order or (even is not None and even.leading):
+            return lambda received: received.view(shape)
+        if even is not None:
+            stacked, dim = even.stacked, even.dim
+            return lambda received: received.view(stacked).movedim(0, dim).reshape(shape)
+        return self._unpacked
+
+    def _unpacked(self, received: Tensor) -> Tensor:
         target = received.new_empty(self.new_view)
         for block, part in zip(self.receives, received.split(list(self.receive_sizes))):
             block.put(target, part)
@@ -162,29 +178,43 @@ class Step:
         return str(self.move)
 
 
-def run_step(step: Step, part: RankStep, local: Tensor, axis: MeshAxis, origin: Origin) -> Tensor:
-    """Performs a step on this rank's local tensor."""
-    kind = part.kind
+Run = Callable[[Tensor, "Origin"], Tensor]
+
+
+def compile_step(step: Step, part: RankStep, axis: MeshAxis) -> Run:
+    """A step on this rank's local tensor as one function; nothing is left to decide in it."""
+    kind, pack, unpack = part.kind, part.pack, part.unpack
     if not kind.communicates:
-        return part.local(local)
-    packed = part.pack(local)
+        return lambda local, origin: part.local(local)
+    op = step.reduction
     if kind is Kind.ALL_REDUCE:
-        return all_reduce(packed, axis, op=step.reduction, origin=origin).wait()
+        return lambda local, origin: all_reduce(pack(local), axis, op=op, origin=origin).wait()
+    sends, receives = part.uneven_sends, part.uneven_receives
     if kind is Kind.ALL_GATHER:
-        handle = all_gather(packed, axis, sizes=part.uneven_receives, origin=origin)
-    elif kind is Kind.REDUCE_SCATTER:
-        handle = reduce_scatter(
-            packed, axis, sizes=part.uneven_sends, op=step.reduction, origin=origin
-        )
-    else:
+
+        def gather(local: Tensor, origin: Origin) -> Tensor:
+            return unpack(all_gather(pack(local), axis, sizes=receives, origin=origin).wait())
+
+        return gather
+    if kind is Kind.REDUCE_SCATTER:
+
+        def scatter(local: Tensor, origin: Origin) -> Tensor:
+            packed = pack(local)
+            return unpack(reduce_scatter(packed, axis, sizes=sends, op=op, origin=origin).wait())
+
+        return scatter
+
+    def exchange(local: Tensor, origin: Origin) -> Tensor:
         handle = all_to_all(
-            packed,
+            pack(local),
             axis,
             input_sizes=part.send_sizes,
             output_sizes=part.receive_sizes,
             origin=origin,
         )
-    return part.unpack(handle.wait())
+        return unpack(handle.wait())
+
+    return exchange
 
 
 def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:

@@ -20,13 +20,13 @@ from hp_dtensor.adjoint import dual, factor, has_adjoint
 from hp_dtensor.layout import Coordinate, Layout
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.path import shortest_path
-from hp_dtensor.steps import RankStep, Step, run_step, simulate_step
+from hp_dtensor.steps import Run, Step, compile_step, simulate_step
 from hp_platform.axis import MeshAxis
 from hp_platform.ledger import Origin
 
 _ORIGIN = Origin("hp_dtensor", phase="forward")
 
-Bound = tuple[Coordinate, torch.Size, tuple[tuple[Step, RankStep, MeshAxis], ...]]
+Bound = tuple[Coordinate, torch.Size, tuple[Run, ...]]
 """This rank's coordinate, the shape of its local tensor, and its part in every step."""
 
 
@@ -128,7 +128,7 @@ class Transition:
                 mesh and no axes are given.
         """
         if not (local.requires_grad and torch.is_grad_enabled()):
-            return self.run_forward(local, origin=origin, axes=axes)
+            return self._replay(local, origin, axes)
         if self.leaves_graph:
             return local
         return _Redistribute.apply(local, self, origin, axes)
@@ -143,6 +143,13 @@ class Transition:
         """As `apply`, without autograd."""
         if self.is_identity:
             return local
+        with torch.no_grad():
+            return self._replay(local, origin, axes)
+
+    def _replay(self, local: Tensor, origin: Origin, axes: Mapping[str, MeshAxis] | None) -> Tensor:
+        """The caller sees to it that autograd does not follow."""
+        if self.is_identity:
+            return local
         if axes is None and local.is_meta and isinstance(self.source.mesh, AbstractMesh):
             return self._without_values(local)
         coord, expected, bound = self._bound if axes is None else self._bind(axes)
@@ -151,10 +158,9 @@ class Transition:
                 f"{self}: the local tensor has shape {tuple(local.shape)}, but the source gives "
                 f"coordinate {coord} the shape {expected}"
             )
-        with torch.no_grad():
-            for step, part, axis in bound:
-                local = run_step(step, part, local, axis, origin)
-            return local if self.factor == 1.0 else local * self.factor
+        for run in bound:
+            local = run(local, origin)
+        return local if self.factor == 1.0 else local * self.factor
 
     def _without_values(self, local: Tensor) -> Tensor:
         """The shape alone, for coordinate 0 of a mesh that has no ranks."""
@@ -182,7 +188,10 @@ class Transition:
                 f"{self} is on an abstract mesh: pass axes={{name: MeshAxis}}, or use simulate"
             )
         coord = self.source.coordinate()
-        bound = [(step, step.at(coord), mesh_axis(mesh, step.move.axis)) for step in self.steps]
+        bound = [
+            compile_step(step, step.at(coord), mesh_axis(mesh, step.move.axis))
+            for step in self.steps
+        ]
         return coord, torch.Size(self.source.local_shape(coord)), tuple(bound)
 
     def _bind(self, axes: Mapping[str, MeshAxis]) -> Bound:
@@ -194,7 +203,8 @@ class Transition:
             raise ValueError(f"{self}: axes lacks {missing}, found {sorted(axes)}")
         coord = tuple(axes[name].rank if name in axes else 0 for name in mesh.axis_names)
         bound = [
-            (step, step.at(coord), axes[mesh.axis_names[step.move.axis]]) for step in self.steps
+            compile_step(step, step.at(coord), axes[mesh.axis_names[step.move.axis]])
+            for step in self.steps
         ]
         return coord, torch.Size(self.source.local_shape(coord)), tuple(bound)
 
@@ -227,7 +237,7 @@ class _Redistribute(torch.autograd.Function):
         axes: Mapping[str, MeshAxis] | None,
     ) -> Tensor:
         ctx.call = (transition.adjoint, origin, axes)
-        result = transition.run_forward(local, origin=origin, axes=axes)
+        result = transition._replay(local, origin, axes)
         return result.view_as(result) if result is local else result
 
     @staticmethod
