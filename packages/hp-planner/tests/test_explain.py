@@ -4,8 +4,8 @@ import pytest
 from planner_models import model
 
 from hp_dtensor.plan import Contract, partial_sum, replicated_with_partial_gradient, sharded
-from hp_planner import explain, plan
-from hp_planner.explain import collectives, cost, parameter_rows, transition_words
+from hp_planner import Workload, explain, plan
+from hp_planner.explain import collectives, parameter_rows, transition_words
 
 R, SUMMED = Contract(), replicated_with_partial_gradient("tp")
 SEQUENCE, PARTIAL, LAST = sharded("tp", 1), partial_sum("tp"), sharded("tp", 2)
@@ -50,12 +50,31 @@ def test_transitions_are_named_in_both_directions(source, target, words):
 
 
 def test_bytes_per_rank_follow_from_the_placements():
-    made = plan(model("llama"), {"dp_shard": 2, "tp": 2})
-    found = cost(made)
-    # Norms (5 x 64) stay whole; everything else is halved.
-    assert found.elements_per_rank == (found.elements - 320) // 2 + 320
-    assert found.elements_per_shard == found.elements_per_rank // 2
-    assert f"{found.elements_per_rank * 2 / 1000:.2f} kB" in explain(made, element_size=2)
+    text = explain(plan(model("llama"), {"dp_shard": 2, "tp": 2}), element_size=2)
+    # Two layers of attention and MLP, embedding and head; norms (5 x 64) stay whole over tp.
+    matrices = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 96) + 2 * 256 * 64
+    cut = matrices // 2 + 320
+    assert f"{(matrices + 320):,} elements" in text
+    assert f"per rank: {cut * 2 / 1000:.2f} kB of parameters after tp sharding" in text
+    assert f"per rank: {cut * 2 // 2 / 1000:.2f} kB held between steps" in text
+
+
+def test_with_a_workload_bytes_by_axis_and_memory_are_told():
+    made = plan(model("qwen3_moe"), {"dp_shard": 2, "ep": 2, "tp": 2})
+    text = explain(made, Workload(batch=2, sequence=8, element_size=4, experts_per_token=2))
+    for axis, word in (("tp", "reduce-scatter"), ("ep", "all-to-all"), ("dp_shard", "all-gather")):
+        assert any(line.split()[:2] == [axis, word] for line in text.splitlines()), (
+            f"{axis} {word} in\n{text}"
+        )
+    assert "2 sequences of 8 tokens" in text
+    assert "optimizer state (8 bytes an element)" in text
+    assert "left out" not in text
+    assert "expert traffic is left out" in explain(made, Workload(2, 8))
+
+
+def test_transitions_on_several_axes_are_counted_one_by_one():
+    found = collectives(plan(model("llama"), {"cp": 2, "tp": 2}))
+    assert set(found) == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
 def test_collectives_of_a_step_are_counted():

@@ -25,7 +25,15 @@ from hp_dtensor.plan import (
     RegionKind,
     ShardingPlan,
 )
-from hp_planner.axis_specs import POSITIONS, blank_block, enclosing, is_whole, on_axis, replaced
+from hp_planner.axis_specs import (
+    LEFT_WHOLE,
+    POSITIONS,
+    blank_block,
+    enclosing,
+    is_whole,
+    on_axis,
+    replaced,
+)
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.settings import CONTEXT_AXIS, Settings
@@ -62,7 +70,8 @@ def add_context_axis(
     layers = [b.module for b in boundaries if b.kind is BoundaryKind.LAYER]
     specs = {spec.module: spec for spec in plan.boundaries}
     for name, kind in _drawn_here(graph, boundaries, local, layers).items():
-        specs.setdefault(name, blank_block(graph.module(name), kind, "part of a layer"))
+        reason = LEFT_WHOLE if name in local else "part of a layer"
+        specs.setdefault(name, blank_block(graph.module(name), kind, reason))
     for name, spec in specs.items():
         owner = enclosing(boundaries, name)
         if owner is not None and _on_sequence(spec, owner, boundaries):

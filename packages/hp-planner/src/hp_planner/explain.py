@@ -9,46 +9,50 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from attrs import frozen
-from torch.distributed.tensor import Partial, Placement, Replicate
+from torch.distributed.tensor import Placement, Replicate
 
-from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe, is_sharding
-from hp_dtensor.plan import Contract, ParameterSpec, ShardingPlan
+from hp_dtensor.plan import Contract, ShardingPlan
+from hp_planner.cost import (
+    SHARD_AXIS,
+    Workload,
+    axis_size,
+    local_shape,
+    memory,
+    messages,
+    operation,
+    shard_elements,
+    totals,
+)
+from hp_planner.expert_axis import DISPATCH
 from hp_planner.folding import fold
 
 Row = tuple[str, ...]
 PARAMETER_COLUMNS = ("parameter", "role", "shape", "placement", "gradient", "why")
 BOUNDARY_COLUMNS = ("boundary", "kind", "tensor", "outside", "inside", "forward", "backward")
+COST_COLUMNS = ("axis", "collective", "messages a step", "bytes a step", "bytes a message")
 
 
-@frozen
-class Cost:
-    """Parameter sizes of one plan; per rank means the rank that holds most.
-
-    Attributes:
-        tensors, elements: of the whole model.
-        elements_per_rank: after the model axes have cut it.
-        elements_per_shard: after `fully_shard` over `dp_shard` has cut each by its rows, too.
-    """
-
-    tensors: int
-    elements: int
-    elements_per_rank: int
-    elements_per_shard: int
-
-
-def explain(plan: ShardingPlan, *, element_size: int = 4) -> str:
-    """The plan as text: parameters, boundaries, collectives, bytes per rank.
+def explain(plan: ShardingPlan, workload: Workload | None = None, *, element_size: int = 4) -> str:
+    """The plan as text: parameters and why, boundaries, collectives, bytes per rank.
 
     Args:
-        element_size: bytes an element, for the summary; 4 is fp32.
+        workload: batch and sequence length; with it the text tells the bytes of a step by axis
+            and the memory of a rank.
+        element_size: bytes an element, for the summary without a workload; 4 is fp32.
+
+    Raises:
+        ValueError: the workload cannot be cut as the plan says.
     """
     rows = parameter_rows(plan)
     parts = [_table(PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows]), _reasons(rows)]
     if plan.boundaries:
         parts.append(_table(BOUNDARY_COLUMNS, boundary_rows(plan)))
-    parts.append("\n".join(summary_lines(plan, element_size=element_size)))
+    size = workload.element_size if workload is not None else element_size
+    parts.append("\n".join(summary_lines(plan, element_size=size)))
+    if workload is not None:
+        parts.append(_table(COST_COLUMNS, cost_rows(plan, workload)))
+        parts.append("\n".join(memory_lines(plan, workload)))
     return "\n\n".join([str(plan), *parts])
 
 
@@ -138,11 +142,9 @@ def _joined(words: Sequence[str]) -> str:
 def _move(source: Placement, target: Placement) -> str:
     if source == target:
         return ""
-    if isinstance(source, Partial):
-        return "all-reduce" if isinstance(target, Replicate) else "reduce-scatter"
     if isinstance(source, Replicate):
         return "slice" if is_sharding(target) else "keep one summand"
-    return "all-to-all" if is_sharding(target) else "all-gather"
+    return operation(source, target).replace("_", "-")
 
 
 def _contract(contract: Contract) -> tuple[str, str]:
@@ -157,36 +159,12 @@ def _with_gradient(contract: Contract) -> str:
     return f"{value} (gradient {', '.join(grads)})" if grads else value
 
 
-def cost(plan: ShardingPlan) -> Cost:
-    """Elements in all, and on the rank that holds most."""
-    return Cost(
-        tensors=len(plan.parameters),
-        elements=sum(math.prod(spec.shape) for spec in plan.parameters),
-        elements_per_rank=sum(math.prod(_local_shape(plan, s)) for s in plan.parameters),
-        elements_per_shard=sum(_shard_elements(plan, spec) for spec in plan.parameters),
-    )
-
-
-def _local_shape(plan: ShardingPlan, spec: ParameterSpec) -> tuple[int, ...]:
-    placements, _ = spec.contract.on(plan.mesh)
-    first = (0,) * plan.mesh.ndim
-    return tuple(Layout(plan.mesh, placements, spec.shape).local_shape(first))
-
-
-def _shard_elements(plan: ShardingPlan, spec: ParameterSpec) -> int:
-    shape = _local_shape(plan, spec)
-    names = plan.mesh.axis_names
-    shards = plan.mesh.size("dp_shard") if "dp_shard" in names else 1
-    if not shape:
-        return 1
-    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
-
-
 def collectives(plan: ShardingPlan) -> Counter[str]:
     """Boundary collectives of one forward and backward pass, by name."""
     counts: Counter[str] = Counter()
     for row in _crossings(plan):
-        counts.update(word for word in row if word not in ("-", "slice"))
+        words = (word for words in row for word in words.split(", "))
+        counts.update(word for word in words if word not in ("-", "slice", "keep one summand"))
     return counts
 
 
@@ -202,17 +180,19 @@ def _crossings(plan: ShardingPlan) -> Iterable[tuple[str, str]]:
 
 def summary_lines(plan: ShardingPlan, *, element_size: int = 4) -> tuple[str, ...]:
     """Sizes, bytes per rank and collectives, a line each."""
-    found = cost(plan)
+    elements = sum(math.prod(spec.shape) for spec in plan.parameters)
+    cut = sum(math.prod(local_shape(plan, spec)) for spec in plan.parameters)
     lines = [
-        f"{found.tensors} parameters, {found.elements:,} elements, "
-        f"{_bytes(found.elements * element_size)} at {element_size} bytes an element",
-        f"per rank: {_bytes(found.elements_per_rank * element_size)} of parameters after "
+        f"{len(plan.parameters)} parameters, {elements:,} elements, "
+        f"{show_bytes(elements * element_size)} at {element_size} bytes an element",
+        f"per rank: {show_bytes(cut * element_size)} of parameters after "
         f"{' x '.join(plan.model_axes) or 'no'} sharding",
     ]
-    if "dp_shard" in plan.mesh.axis_names and plan.mesh.size("dp_shard") > 1:
+    if axis_size(plan, SHARD_AXIS) > 1:
+        held = sum(shard_elements(plan, spec) for spec in plan.parameters)
         lines.append(
-            f"per rank: {_bytes(found.elements_per_shard * element_size)} held between steps once "
-            f"fully_shard cuts the rest over dp_shard={plan.mesh.size('dp_shard')}"
+            f"per rank: {show_bytes(held * element_size)} held between steps once fully_shard "
+            f"cuts the rest over {SHARD_AXIS}={axis_size(plan, SHARD_AXIS)}"
         )
     counts = collectives(plan)
     if counts:
@@ -221,7 +201,47 @@ def summary_lines(plan: ShardingPlan, *, element_size: int = 4) -> tuple[str, ..
     return tuple(lines)
 
 
-def _bytes(count: int) -> str:
+def cost_rows(plan: ShardingPlan, workload: Workload) -> tuple[Row, ...]:
+    """Messages and bytes of one step by axis and operation, in `COST_COLUMNS`.
+
+    Raises:
+        ValueError: the workload cannot be cut as the plan says.
+    """
+    found = totals(messages(plan, workload))
+    return tuple(
+        (axis, name.replace("_", "-"), str(count), show_bytes(size), show_bytes(size // count))
+        for (axis, name), (count, size) in found.items()
+    )
+
+
+def memory_lines(plan: ShardingPlan, workload: Workload) -> tuple[str, ...]:
+    """Memory of one rank, and what the step's figures are for, a line each.
+
+    Raises:
+        ValueError: the workload cannot be cut as the plan says.
+    """
+    found = memory(plan, workload)
+    given = (
+        f"for {workload.batch} sequences of {workload.sequence} tokens a data-parallel rank, "
+        f"{workload.element_size} bytes an element"
+    )
+    lines = [
+        f"{given}; experts evenly loaded",
+        f"memory per rank: {show_bytes(found.parameters)} parameters, "
+        f"{show_bytes(found.gradients)} gradients, {show_bytes(found.optimizer)} optimizer state "
+        f"({workload.optimizer_bytes} bytes an element), {show_bytes(found.held)} in all",
+        f"activations kept for backward: at least {show_bytes(found.activations)} without "
+        f"recomputation; parameters gathered at once: at most {show_bytes(found.gathered)}",
+    ]
+    if workload.experts_per_token is None and any(
+        spec.region is not None and spec.region.function == DISPATCH for spec in plan.boundaries
+    ):
+        lines.append("expert traffic is left out: the number of experts of a token is not known")
+    return tuple(lines)
+
+
+def show_bytes(count: int) -> str:
+    """`12.58 MB`: decimal units."""
     size, unit = float(count), "B"
     for larger in ("kB", "MB", "GB", "TB"):
         if size < 1000:
