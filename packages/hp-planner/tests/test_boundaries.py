@@ -8,7 +8,7 @@ from torch import nn
 from hp_dtensor.plan import BoundaryKind
 from hp_planner.boundaries import group_boundaries, infer_boundary_types
 from hp_planner.graph import read_module
-from hp_planner.roles import classify_roles
+from hp_planner.rules import classify_roles
 
 
 def groups_of(made):

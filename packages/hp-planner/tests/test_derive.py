@@ -16,7 +16,7 @@ from hp_planner import LintError, PlanError, derive, lint, plan
 from hp_planner.boundaries import group_boundaries, infer_boundary_types
 from hp_planner.graph import read_module
 from hp_planner.overrides import merge_overrides
-from hp_planner.roles import classify_roles
+from hp_planner.rules import classify_roles
 from hp_planner.settings import Settings
 from hp_planner.templates import instantiate_templates
 

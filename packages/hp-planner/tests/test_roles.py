@@ -6,7 +6,8 @@ from planner_models import model
 from torch import nn
 
 from hp_planner.graph import read_module
-from hp_planner.roles import Role, classify_roles
+from hp_planner.roles import Role
+from hp_planner.rules import classify_roles
 
 
 def roles(made):

@@ -20,7 +20,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--whole", action="store_true", help="without sequence parallelism")
     parser.add_argument("--write", type=Path, help="write the table to this Markdown file")
     options = parser.parse_args(arguments)
-    mesh = {axis: int(size) for axis, _, size in (p.partition("=") for p in options.mesh.split(","))}
+    mesh = {
+        axis: int(size) for axis, _, size in (p.partition("=") for p in options.mesh.split(","))
+    }
     names = options.family or [name for name in families() if name not in HEAVY]
     results: list[Result] = []
     for name in names:

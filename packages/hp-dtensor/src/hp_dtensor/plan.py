@@ -139,6 +139,7 @@ class BoundaryKind(enum.Enum):
     MOE = "moe"
     EXPERTS = "experts"
     HEAD = "head"
+    MIXER = "mixer"
 
 
 @frozen

@@ -8,42 +8,50 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from hp_dtensor.plan import BoundaryKind
-from hp_planner.graph import ModuleGraph, is_inside, parent
-from hp_planner.roles import NO_TEMPLATE, SHARED_EXPERT, Role, RoleAssignment
+from hp_planner.graph import MODULE_LIST, ModuleGraph, is_inside, parent
+from hp_planner.manners import Manner, manner_of
+from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
+from hp_planner.stream import stream_problem
 
-MODULE_LIST = "torch.nn.modules.container.ModuleList"
+_ATTENTION = (
+    Role.HEAD_NORM,
+    Role.QUERY,
+    Role.KEY,
+    Role.VALUE,
+    Role.FUSED_QKV,
+    Role.ATTENTION_GATE,
+    Role.ATTENTION_OUTPUT,
+    Role.QUERY_DOWN,
+    Role.QUERY_UP,
+    Role.KEY_VALUE_DOWN,
+    Role.KEY_VALUE_UP,
+    Role.LATENT_NORM,
+    Role.SINK,
+)
 
 KIND_OF_ROLE: dict[Role, BoundaryKind] = {
+    **dict.fromkeys(_ATTENTION, BoundaryKind.ATTENTION),
     Role.EMBEDDING: BoundaryKind.EMBEDDING,
+    Role.POSITION: BoundaryKind.POSITION,
     Role.HEAD: BoundaryKind.HEAD,
     Role.NORM: BoundaryKind.NORM,
-    Role.HEAD_NORM: BoundaryKind.ATTENTION,
-    Role.QUERY: BoundaryKind.ATTENTION,
-    Role.KEY: BoundaryKind.ATTENTION,
-    Role.VALUE: BoundaryKind.ATTENTION,
-    Role.ATTENTION_OUTPUT: BoundaryKind.ATTENTION,
     Role.GATE: BoundaryKind.MLP,
     Role.UP: BoundaryKind.MLP,
+    Role.FUSED_GATE_UP: BoundaryKind.MLP,
     Role.DOWN: BoundaryKind.MLP,
+    Role.ACTIVATION: BoundaryKind.MLP,
     Role.ROUTER: BoundaryKind.MOE,
+    Role.ROUTER_BIAS: BoundaryKind.MOE,
     Role.SHARED_EXPERT_GATE: BoundaryKind.MOE,
     Role.EXPERT_GATE_UP: BoundaryKind.EXPERTS,
     Role.EXPERT_DOWN: BoundaryKind.EXPERTS,
-}
-
-# Where a boundary may sit: the kinds its nearest enclosing boundary may have.
-HOMES: dict[BoundaryKind, tuple[BoundaryKind, ...]] = {
-    BoundaryKind.EMBEDDING: (BoundaryKind.MODEL,),
-    BoundaryKind.HEAD: (BoundaryKind.MODEL,),
-    BoundaryKind.NORM: (BoundaryKind.LAYER, BoundaryKind.MODEL),
-    BoundaryKind.ATTENTION: (BoundaryKind.LAYER, BoundaryKind.MODEL),
-    BoundaryKind.MLP: (BoundaryKind.LAYER, BoundaryKind.MODEL, BoundaryKind.MOE),
-    BoundaryKind.MOE: (BoundaryKind.LAYER, BoundaryKind.MODEL),
-    BoundaryKind.EXPERTS: (BoundaryKind.MOE,),
-    BoundaryKind.LAYER: (BoundaryKind.MODEL,),
+    Role.EXPERT_BIAS: BoundaryKind.EXPERTS,
+    Role.STATE_SPACE: BoundaryKind.MIXER,
+    Role.INDEXER: BoundaryKind.MIXER,
+    Role.AUXILIARY: BoundaryKind.MIXER,
 }
 
 
@@ -62,7 +70,9 @@ class Boundary:
     Attributes:
         kind: None where no member has a role with a template.
         home: qualified name of the nearest enclosing boundary; None for the model itself.
-        problem: why the kind cannot be trusted; empty if it can.
+        problem: for a block, why it is not sharded as one; for the model, why its hidden states
+            stay whole between the blocks; empty if neither.
+        manner: how the block's parameters are laid out.
     """
 
     module: str
@@ -70,6 +80,7 @@ class Boundary:
     members: tuple[RoleAssignment, ...] = ()
     home: str | None = None
     problem: str = ""
+    manner: Manner = Manner.SHARDED
 
 
 def group_boundaries(graph: ModuleGraph, roles: Iterable[RoleAssignment]) -> tuple[Group, ...]:
@@ -84,22 +95,24 @@ def group_boundaries(graph: ModuleGraph, roles: Iterable[RoleAssignment]) -> tup
 def infer_boundary_types(graph: ModuleGraph, groups: Iterable[Group]) -> tuple[Boundary, ...]:
     """Pass 3: kinds from members' roles; layers and the model added, in the graph's order."""
     grouped = {group.module: group for group in groups}
-    layers = layer_names(graph)
     kinds: dict[str, BoundaryKind | None] = {"": BoundaryKind.MODEL}
-    kinds |= dict.fromkeys(layers, BoundaryKind.LAYER)
+    kinds |= dict.fromkeys(layer_names(graph), BoundaryKind.LAYER)
     found = {name: _member_kinds(group) for name, group in grouped.items()}
     for name, of_members in found.items():
         if name not in kinds:
-            kinds[name] = of_members[0] if len(of_members) == 1 else None
+            kinds[name] = _single_kind(of_members)
     boundaries = []
     for node in graph.modules:
         if node.name not in kinds:
             continue
-        home = _home(node.name, kinds)
+        kind, home = kinds[node.name], _home(node.name, kinds)
         members = grouped[node.name].members if node.name in grouped else ()
-        problem = _problem(node.name, kinds, home, found.get(node.name, ()), layers)
-        boundaries.append(Boundary(node.name, kinds[node.name], members, home, problem))
-    return tuple(boundaries)
+        manner, problem = manner_of(graph, kind, node.name, members)
+        boundaries.append(Boundary(node.name, kind, members, home, problem, manner))
+    problem = stream_problem(graph, tuple(boundaries))
+    return tuple(
+        evolve(b, problem=problem) if b.kind is BoundaryKind.MODEL else b for b in boundaries
+    )
 
 
 def layer_names(graph: ModuleGraph) -> tuple[str, ...]:
@@ -108,7 +121,7 @@ def layer_names(graph: ModuleGraph) -> tuple[str, ...]:
     for node in graph.modules:
         holder = graph.find(parent(node.name)) if node.name else None
         outermost = not any(is_inside(node.name, name) for name in names)
-        if holder is not None and holder.is_a(MODULE_LIST) and outermost:
+        if holder is not None and holder.is_a(MODULE_LIST) and outermost and node.children:
             names.append(node.name)
     return tuple(names)
 
@@ -118,54 +131,16 @@ def _member_kinds(group: Group) -> tuple[BoundaryKind, ...]:
     return tuple(dict.fromkeys(KIND_OF_ROLE[role] for role in roles))
 
 
+def _single_kind(kinds: tuple[BoundaryKind, ...]) -> BoundaryKind | None:
+    """The kind of a module; one whose parameters are of several kinds is a mixer, left whole."""
+    if len(kinds) > 1:
+        return BoundaryKind.MIXER
+    return kinds[0] if kinds else None
+
+
 def _home(name: str, kinds: dict[str, BoundaryKind | None]) -> str | None:
     while name:
         name = parent(name)
         if kinds.get(name) is not None:
             return name
     return None
-
-
-def _problem(
-    name: str,
-    kinds: dict[str, BoundaryKind | None],
-    home: str | None,
-    of_members: tuple[BoundaryKind, ...],
-    layers: tuple[str, ...],
-) -> str:
-    kind = kinds[name]
-    if kind in (BoundaryKind.LAYER, BoundaryKind.MODEL) and of_members:
-        roles = ", ".join(member.value for member in of_members)
-        return f"parameters of {roles} lie in the {kind.value} itself, not in a module of theirs"
-    if len(of_members) > 1:
-        return f"its parameters belong to several kinds: {', '.join(k.value for k in of_members)}"
-    if kind is None or home is None:
-        return ""
-    around = kinds[home]
-    if around is None or around not in HOMES[kind]:
-        inside = around.value if around else "an unknown block"
-        return f"{kind.value} inside {inside} ({home}) is not a known structure"
-    if kinds[home] is BoundaryKind.LAYER and parent(name) != home:
-        return f"{kind.value} lies deeper in {home} than one of its direct parts"
-    if kind is BoundaryKind.MLP and kinds[home] is BoundaryKind.MOE:
-        known = name.rpartition(".")[2] in SHARED_EXPERT
-        return "" if known else "an MLP among experts that is not named as a shared expert"
-    if kind is BoundaryKind.LAYER and len({parent(layer) for layer in layers}) > 1:
-        lists = ", ".join(dict.fromkeys(parent(layer) for layer in layers))
-        return f"layers lie in several lists ({lists}); one stream through one list is planned"
-    return _doubled(kinds, home, kind, bool(layers))
-
-
-def _doubled(
-    kinds: dict[str, BoundaryKind | None], home: str, kind: BoundaryKind, has_layers: bool
-) -> str:
-    """Outside the layers there is one embedding, one head and, after the layers, one norm."""
-    single = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.NORM)
-    if kind not in single or kinds[home] is not BoundaryKind.MODEL:
-        return ""
-    if kind is BoundaryKind.NORM and not has_layers:
-        return ""
-    alike = [other for other, its in kinds.items() if its is kind and _home(other, kinds) == home]
-    if len(alike) == 1:
-        return ""
-    return f"the model has {len(alike)} boundaries of kind {kind.value}: {', '.join(alike)}"

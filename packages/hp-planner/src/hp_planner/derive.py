@@ -16,7 +16,7 @@ from hp_planner.graph import ModuleGraph, read_module
 from hp_planner.lint import lint, report
 from hp_planner.override_file import Overrides, read_overrides
 from hp_planner.overrides import merge_overrides
-from hp_planner.roles import classify_roles
+from hp_planner.rules import classify_roles
 from hp_planner.settings import Settings, read_mesh
 from hp_planner.templates import instantiate_templates
 

@@ -10,8 +10,10 @@ from hp_dtensor.placements import Replicate, describe
 from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, ShardingPlan
 from hp_planner.boundaries import Boundary, group_boundaries, infer_boundary_types
 from hp_planner.graph import ModuleGraph, is_inside
-from hp_planner.roles import RoleAssignment, classify_roles
+from hp_planner.roles import RoleAssignment
+from hp_planner.rules import classify_roles
 from hp_planner.settings import TENSOR_AXIS
+from hp_planner.templates.contracts import LEFT_WHOLE
 
 
 @frozen
@@ -80,21 +82,12 @@ def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
 
 
 def _local(plan: ShardingPlan) -> frozenset[str]:
-    """Modules that the plan leaves whole: hidden states replicated inside, gradients too."""
-    found = set()
-    attention = [s.module for s in plan.boundaries if s.kind is BoundaryKind.ATTENTION]
-    for spec in plan.boundaries:
-        flow = [t for t in (*spec.inputs, *spec.outputs) if not t.plain]
-        if spec.kind in (BoundaryKind.MODEL, BoundaryKind.POSITION) or not flow:
-            continue
-        if spec.region is not None and spec.region.function:
-            continue
-        if any(tensor.inside != Contract() for tensor in flow):
-            continue
-        if spec.kind is BoundaryKind.LAYER and any(is_inside(m, spec.module) for m in attention):
-            continue
-        found.add(spec.module)
-    return frozenset(found)
+    """Modules that an override leaves whole: their boundary says so."""
+    return frozenset(
+        spec.module
+        for spec in plan.boundaries
+        if spec.reason == LEFT_WHOLE and spec.kind is not BoundaryKind.EXPERTS
+    )
 
 
 def generalized(name: str) -> str:

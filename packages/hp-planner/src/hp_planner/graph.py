@@ -8,17 +8,21 @@ parameters. From the config only plain values are kept.
 
 from __future__ import annotations
 
-import dis
-import inspect
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from types import CodeType
-from typing import Any
+from collections.abc import Iterator
 
 from attrs import field, frozen
 from torch import nn
 
 from hp_dtensor.plan_checks import tied_names
+from hp_planner.code_reading import (
+    Signature,
+    StreamCode,
+    layer_problem,
+    read_signature,
+    stream_code,
+)
+
+MODULE_LIST = "torch.nn.modules.container.ModuleList"
 
 ConfigValue = str | int | float | bool | None
 
@@ -29,7 +33,7 @@ CONFIG_NAMES: dict[str, tuple[str, ...]] = {
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
     "head_dim": ("head_dim",),
     "vocab_size": ("vocab_size",),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
 }
 
 
@@ -49,25 +53,15 @@ class ParameterNode:
 
 
 @frozen
-class Signature:
-    """What is known of a module class's forward without running it.
+class ModuleNode:
+    """One module: qualified name, class, forward, own parameters, children, plain attributes.
 
     Attributes:
-        owner: qualified name of the class that defines it.
-        arguments: its named arguments, in order, without `self`, `*args` and `**kwargs`.
-        names: the attributes and global names its code uses.
-        returns_tuple: it returns a tuple display, as `return output, weights` does.
+        training: it draws dropout masks and the like.
+        streams: for each child that is a list of modules, how the forward runs through it.
+        as_layer: why its forward may mix positions outside its parts; None if it is in no list.
+        config: integers that the forward reads as `self.config.name`.
     """
-
-    owner: str
-    arguments: tuple[str, ...] = ()
-    names: frozenset[str] = frozenset()
-    returns_tuple: bool = False
-
-
-@frozen
-class ModuleNode:
-    """One module: qualified name, class, forward, own parameters, children, plain attributes."""
 
     name: str
     class_name: str
@@ -76,6 +70,10 @@ class ModuleNode:
     parameters: tuple[ParameterNode, ...] = ()
     children: tuple[str, ...] = ()
     attributes: tuple[tuple[str, int], ...] = ()
+    training: bool = True
+    streams: tuple[tuple[str, StreamCode], ...] = ()
+    as_layer: str | None = None
+    config: tuple[tuple[str, int], ...] = ()
 
     def attribute(self, *names: str) -> int | None:
         """The first integer attribute of these names, or None."""
@@ -102,6 +100,7 @@ class ModuleGraph:
         modules: every module in the model's order, the root (name `""`) first.
         config: the config's plain values, sorted by name.
         tied: groups of two or more names of one parameter, in the model's order.
+        used_directly: weights and biases that some forward reads past the layer that holds them.
     """
 
     model: str
@@ -109,9 +108,17 @@ class ModuleGraph:
     modules: tuple[ModuleNode, ...]
     config: tuple[tuple[str, ConfigValue], ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
+    used_directly: frozenset[str] = field(init=False, eq=False, repr=False)
     _modules_by_name: dict[str, ModuleNode] = field(init=False, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        direct = (
+            join(node.name, name)
+            for node in self.modules
+            for name in node.forward.own
+            if "." in name and name.endswith((".weight", ".bias"))
+        )
+        object.__setattr__(self, "used_directly", frozenset(direct))
         object.__setattr__(self, "_modules_by_name", _index(self))
 
     @property
@@ -162,10 +169,10 @@ def read_module(model: nn.Module) -> ModuleGraph:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"plan() takes a torch.nn.Module, found {type(model).__name__}")
-    signatures: dict[type, Signature] = {}
+    codes = _Codes()
+    in_lists = {id(layer) for m in model.modules() if isinstance(m, nn.ModuleList) for layer in m}
     nodes = tuple(
-        _node(name, module, signatures)
-        for name, module in model.named_modules(remove_duplicate=False)
+        _node(name, module, codes, id(module) in in_lists) for name, module in model.named_modules()
     )
     config = getattr(model, "config", None)
     return ModuleGraph(
@@ -177,15 +184,42 @@ def read_module(model: nn.Module) -> ModuleGraph:
     )
 
 
-def _node(name: str, module: nn.Module, signatures: dict[type, Signature]) -> ModuleNode:
+@frozen
+class _Codes:
+    """Readings by class, each made once."""
+
+    signatures: dict[type, Signature] = field(factory=dict)
+    layers: dict[type, str] = field(factory=dict)
+    streams: dict[tuple[type, str], StreamCode] = field(factory=dict)
+
+    def signature(self, cls: type) -> Signature:
+        if cls not in self.signatures:
+            self.signatures[cls] = read_signature(cls)
+        return self.signatures[cls]
+
+    def layer(self, cls: type) -> str:
+        if cls not in self.layers:
+            self.layers[cls] = layer_problem(cls)
+        return self.layers[cls]
+
+    def stream(self, cls: type, child: str) -> StreamCode:
+        if (cls, child) not in self.streams:
+            self.streams[cls, child] = stream_code(cls, child)
+        return self.streams[cls, child]
+
+
+def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleNode:
     cls = type(module)
-    if cls not in signatures:
-        signatures[cls] = _signature(cls)
+    lists = [key for key, child in module._modules.items() if isinstance(child, nn.ModuleList)]
     return ModuleNode(
         name=name,
         class_name=cls.__name__,
         bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__),
-        forward=signatures[cls],
+        forward=codes.signature(cls),
+        training=module.training,
+        streams=tuple((key, codes.stream(cls, key)) for key in lists),
+        as_layer=codes.layer(cls) if in_list and module._modules else None,
+        config=_read_config(module, codes.signature(cls)),
         parameters=tuple(
             ParameterNode(
                 name=join(name, leaf),
@@ -205,30 +239,11 @@ def _node(name: str, module: nn.Module, signatures: dict[type, Signature]) -> Mo
     )
 
 
-def _signature(cls: type) -> Signature:
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    forward: Callable[..., Any] = inspect.unwrap(vars(owner)["forward"])
-    code = getattr(forward, "__code__", None)
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    arguments = [
-        parameter.name
-        for parameter in inspect.signature(forward).parameters.values()
-        if parameter.kind in (*named, inspect.Parameter.KEYWORD_ONLY)
-    ]
-    return Signature(
-        owner=f"{owner.__module__}.{owner.__qualname__}",
-        arguments=tuple(name for name in arguments if name != "self"),
-        names=frozenset(code.co_names) if code is not None else frozenset(),
-        returns_tuple=code is not None and _returns_tuple(code),
-    )
-
-
-def _returns_tuple(code: CodeType) -> bool:
-    operations = [instruction.opname for instruction in dis.get_instructions(code)]
-    return any(
-        first == "BUILD_TUPLE" and second == "RETURN_VALUE"
-        for first, second in pairwise(operations)
-    )
+def _read_config(module: nn.Module, forward: Signature) -> tuple[tuple[str, int], ...]:
+    held = vars(module).get("config")
+    names = sorted(name[7:] for name in forward.own if name.startswith("config."))
+    values = ((name, getattr(held, name, None)) for name in names if "." not in name)
+    return tuple((name, value) for name, value in values if type(value) is int)
 
 
 def _config_values(config: object) -> tuple[tuple[str, ConfigValue], ...]:

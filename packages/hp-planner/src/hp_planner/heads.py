@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from attrs import frozen
 
+from hp_planner.evidence import features
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode, join
 
-QUERY = ("q_proj", "wq", "q_lin", "query")
-KEY = ("k_proj", "wk", "k_lin", "key")
-VALUE = ("v_proj", "wv", "v_lin", "value")
-OUTPUT = ("o_proj", "wo", "out_lin", "out_proj", "dense")
+QUERY = ("q_proj", "wq", "q_lin", "query", "Wq", "query_proj", "project_q")
+KEY = ("k_proj", "wk", "k_lin", "key", "Wk", "key_proj", "project_k")
+VALUE = ("v_proj", "wv", "v_lin", "value", "Wv", "value_proj", "project_v")
+FUSED_QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "kv_proj")
+OUTPUT = ("o_proj", "wo", "out_lin", "out_proj", "dense", "c_proj", "Wo", "attention_out")
 
 
 @frozen
@@ -22,12 +24,13 @@ class Heads:
     """Sizes of one attention module.
 
     Attributes:
-        query, key_value: numbers of heads; dim: length of one head.
+        query, key_value: numbers of heads; dim: length of one head of q and k; value_dim: of v.
     """
 
     query: int
     key_value: int
     dim: int
+    value_dim: int
 
 
 def child(graph: ModuleGraph, module: str, names: tuple[str, ...]) -> ModuleNode | None:
@@ -42,34 +45,42 @@ def weight_of(graph: ModuleGraph, module: str, names: tuple[str, ...]) -> Parame
 
 
 def attention_heads(graph: ModuleGraph, module: str) -> Heads | str:
-    """The heads of the attention module called `module`, or what speaks against them."""
-    weights = [weight_of(graph, module, names) for names in (QUERY, KEY, VALUE, OUTPUT)]
-    q, k, v, o = weights
+    """The heads of the attention module called `module`, or what speaks against them.
+
+    A query projection may give two values a head, of which one is a gate: it then has twice the
+    rows that the output projection takes.
+    """
+    nodes = [child(graph, module, names) for names in (QUERY, KEY, VALUE, OUTPUT)]
+    q, k, v, o = nodes
     if q is None or k is None or v is None or o is None:
         missing = [
             "/".join(names)
-            for names, weight in zip((QUERY, KEY, VALUE, OUTPUT), weights)
-            if weight is None
+            for names, found in zip((QUERY, KEY, VALUE, OUTPUT), nodes)
+            if found is None
         ]
         return f"beside it there is no {' and no '.join(missing)}"
-    if any(len(weight.shape) != 2 for weight in (q, k, v, o)):
+    if any(0 in features(part) for part in (q, k, v, o)):
         return "q, k, v and the output projection are not all matrices"
     node = graph.module(module)
     dim = node.attribute("head_dim", "head_size") or _config_head_dim(graph)
     if dim is None:
         return "neither the module nor the config gives head_dim"
-    rows = {"q": q.shape[0], "k": k.shape[0], "v": v.shape[0]}
-    for name, count in rows.items():
-        if count % dim:
-            return f"{name} has {count} rows, not a multiple of head_dim {dim}"
-    heads = Heads(query=rows["q"] // dim, key_value=rows["k"] // dim, dim=dim)
-    if rows["k"] != rows["v"]:
-        return f"k has {rows['k']} rows and v {rows['v']}"
-    if heads.query % heads.key_value:
-        return f"{heads.query} query heads do not divide over {heads.key_value} key/value heads"
-    if o.shape[1] != rows["q"]:
-        return f"the output projection takes {o.shape[1]} columns, q gives {rows['q']}"
-    return heads
+    rows = {"q": features(q)[1], "k": features(k)[1], "v": features(v)[1]}
+    for name in ("q", "k"):
+        if rows[name] % dim:
+            return f"{name} has {rows[name]} rows, not a multiple of head_dim {dim}"
+    key_value, taken = rows["k"] // dim, features(o)[0]
+    if rows["v"] % key_value:
+        return f"k has {key_value} heads and v {rows['v']} rows"
+    value_dim = rows["v"] // key_value
+    if taken % value_dim:
+        return f"the output projection takes {taken} columns, v has heads of {value_dim}"
+    query = taken // value_dim
+    if rows["q"] not in (query * dim, 2 * query * dim):
+        return f"the output projection takes {taken} columns, q gives {rows['q']}"
+    if query % key_value:
+        return f"{query} query heads do not divide over {key_value} key/value heads"
+    return Heads(query=query, key_value=key_value, dim=dim, value_dim=value_dim)
 
 
 def _config_head_dim(graph: ModuleGraph) -> int | None:

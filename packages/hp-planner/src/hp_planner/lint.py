@@ -21,7 +21,6 @@ from hp_planner.neighbours import check_neighbours
 from hp_planner.plan_checks import (
     check_axes,
     check_coverage,
-    check_structure,
     check_templates,
     check_tied,
 )
@@ -37,7 +36,6 @@ def lint(model: nn.Module | ModuleGraph, plan: ShardingPlan) -> tuple[Violation,
     checks: tuple[Check, ...] = (check_coverage, check_axes, check_experts, check_context)
     if facts.size > 1:
         checks += (
-            check_structure,
             check_heads,
             check_divisibility,
             check_code,

@@ -32,6 +32,9 @@ def _sides(facts: Facts, giver: str, contract: Contract) -> Contract:
     return without_axis(contract, CONTEXT_AXIS)
 
 
+# What a model or an attention holds takes other tensors than it does itself.
+NOT_CHAINED = (BoundaryKind.MODEL, BoundaryKind.ATTENTION)
+
 Edge = tuple[str, Contract, str, Contract]
 
 
@@ -61,7 +64,7 @@ def _edges(facts: Facts) -> Iterator[Edge]:
     for boundary in facts.boundaries:
         home = specs.get(boundary.home) if boundary.home else None
         spec = specs.get(boundary.module)
-        if home is None or spec is None or home.kind is BoundaryKind.MODEL:
+        if home is None or spec is None or home.kind in NOT_CHAINED:
             continue
         entry, result = home.inputs[0].inside, home.outputs[0].inside
         yield home.module, entry, spec.module, spec.inputs[0].outside

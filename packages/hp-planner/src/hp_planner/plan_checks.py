@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hp_dtensor.plan import BoundaryKind, Contract, ShardingPlan
+from hp_dtensor.plan import Contract, ShardingPlan
 from hp_planner.facts import Facts, Violation, generalized, show_contract
 from hp_planner.graph import ModuleGraph
 from hp_planner.override_file import DECLARED
-from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
+from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS, Settings
 from hp_planner.templates import instantiate_templates
 
@@ -79,46 +79,11 @@ def _contracts(plan: ShardingPlan) -> Iterator[tuple[str, Contract]]:
             yield spec.module, tensor.inside
 
 
-def check_structure(facts: Facts) -> Iterator[Violation]:
-    """Every boundary sits where its template expects it, and the stream ends in one norm."""
-    for boundary in facts.boundaries:
-        if boundary.problem and not facts.whole(boundary.module):
-            yield Violation(
-                "structure",
-                boundary.module,
-                "a block that a template knows",
-                boundary.problem,
-                f"override {generalized(boundary.module)!r} with none",
-            )
-    layers = [b for b in facts.boundaries if b.kind is BoundaryKind.LAYER]
-    model = {b.module for b in facts.boundaries if b.kind is BoundaryKind.MODEL}
-    final = [b for b in facts.boundaries if b.kind is BoundaryKind.NORM and b.home in model]
-    if layers and not final and facts.sequence_parallel:
-        yield Violation(
-            "structure",
-            "",
-            "a norm after the layers, which makes the hidden states whole again",
-            "none",
-            "plan with sequence_parallel=False",
-        )
-
-
 def check_tied(facts: Facts) -> Iterator[Violation]:
-    """One tensor under several names is placed alike under each, and is embedding or head."""
-    members = facts.members
+    """One tensor under several names is placed alike under each."""
     expected = _expected(facts, untied=True)
     by_name = {spec.name: spec for spec in expected.parameters}
     for names in facts.plan.tied:
-        roles = {members[name].role for name in names if name in members}
-        if not roles <= {Role.EMBEDDING, Role.HEAD}:
-            yield Violation(
-                "tied",
-                names[0],
-                "tied parameters to be embedding and head",
-                f"tied with {', '.join(names[1:])}",
-                "untie them, or override the modules that hold them with none",
-            )
-            continue
         contracts = {name: by_name[name].contract for name in names if name in by_name}
         if len(set(contracts.values())) > 1:
             found = ", ".join(f"{n} {show_contract(c)}" for n, c in contracts.items())

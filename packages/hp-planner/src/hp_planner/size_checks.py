@@ -8,27 +8,33 @@ from hp_dtensor.placements import SectionedShard, Shard, describe
 from hp_dtensor.plan import BoundaryKind, ParameterSpec
 from hp_planner.facts import Facts, Violation, generalized
 from hp_planner.heads import Heads, attention_heads
+from hp_planner.latent import LatentHeads, latent_heads
+from hp_planner.manners import Manner
 from hp_planner.roles import Role
 from hp_planner.settings import TENSOR_AXIS
 
 
 def check_heads(facts: Facts) -> Iterator[Violation]:
-    """Whole heads on every rank, query and key/value."""
+    """Whole query heads on every rank. Too few key/value heads are computed on every rank."""
     for boundary in facts.sharded(BoundaryKind.ATTENTION):
-        heads = attention_heads(facts.graph, boundary.module)
-        if not isinstance(heads, Heads):
+        if boundary.manner is not Manner.SHARDED:
             continue
-        counts = {"query": heads.query, "key/value": heads.key_value}
-        for kind, count in counts.items():
-            if count % facts.size:
-                yield Violation(
-                    "heads",
-                    boundary.module,
-                    f"{kind} heads in a multiple of {TENSOR_AXIS}={facts.size}",
-                    f"{count} {kind} heads of {heads.dim}",
-                    f"use a smaller {TENSOR_AXIS} that divides {count}, or override "
-                    f"{generalized(boundary.module)!r} with none",
-                )
+        latent = latent_heads(facts.graph, boundary.module)
+        dense = attention_heads(facts.graph, boundary.module)
+        count, dim = 0, 0
+        if isinstance(dense, Heads):
+            count, dim = dense.query, dense.dim
+        elif isinstance(latent, LatentHeads):
+            count, dim = latent.count, latent.value_dim
+        if count % facts.size:
+            yield Violation(
+                "heads",
+                boundary.module,
+                f"query heads in a multiple of {TENSOR_AXIS}={facts.size}",
+                f"{count} query heads of {dim}",
+                f"use a smaller {TENSOR_AXIS} that divides {count}, or override "
+                f"{generalized(boundary.module)!r} with none",
+            )
 
 
 HEAD_ROLES = (Role.QUERY, Role.KEY, Role.VALUE)

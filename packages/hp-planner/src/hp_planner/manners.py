@@ -1,0 +1,205 @@
+"""How a block is sharded: as one, linear layer by linear layer, or not at all.
+
+A block is sharded *as one* where its code is known to act on every head or every inner feature by
+itself; it then computes with its share of them. Where that is not known the result is right
+whatever the code does if every linear layer is sharded by itself, its input and output whole: the
+weights and their products are cut, and what lies between is computed on every rank. A block with
+parameters that no layer of that kind holds is left whole, each with its reason.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+
+from hp_dtensor.plan import BoundaryKind
+from hp_planner.code_names import (
+    ATTENTION_ARGUMENTS,
+    LATENT_NAMES,
+    LOCAL_SIZES,
+    MLP_NAMES,
+    MOE_NAMES,
+    PER_HEAD_NAMES,
+)
+from hp_planner.graph import ModuleGraph, ModuleNode, is_inside, join
+from hp_planner.heads import Heads, attention_heads, child
+from hp_planner.latent import latent_heads
+from hp_planner.layer_names import FUSED_GATE_UP, SHARED_EXPERT
+from hp_planner.proofs import fused_experts, section_order, spans_all_heads
+from hp_planner.roles import Role, RoleAssignment
+
+
+class Manner(enum.Enum):
+    """How a boundary's parameters are laid out over the tensor-parallel axis."""
+
+    SHARDED = "sharded"
+    BY_LINEAR = "by linear layer"
+    WHOLE = "whole"
+
+
+COLUMNWISE = frozenset(
+    {Role.QUERY, Role.KEY, Role.VALUE, Role.FUSED_QKV, Role.ATTENTION_GATE, Role.QUERY_UP}
+    | {Role.KEY_VALUE_UP, Role.GATE, Role.UP, Role.FUSED_GATE_UP}
+)
+ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN})
+IN_DENSE_ATTENTION = frozenset(
+    {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUTPUT, Role.ATTENTION_GATE}
+    | {Role.HEAD_NORM, Role.SINK}
+)
+IN_LATENT_ATTENTION = frozenset(
+    {Role.QUERY, Role.QUERY_DOWN, Role.QUERY_UP, Role.KEY_VALUE_DOWN, Role.KEY_VALUE_UP}
+    | {Role.LATENT_NORM, Role.ATTENTION_OUTPUT}
+)
+
+
+def manner_of(
+    graph: ModuleGraph, kind: BoundaryKind | None, module: str, members: Iterable[RoleAssignment]
+) -> tuple[Manner, str]:
+    """The manner, and why it is not the one that shards the block as one."""
+    roles = frozenset(member.role for member in members)
+    node = graph.module(module)
+    if kind is BoundaryKind.ATTENTION:
+        return _lesser(graph, node, roles, attention_problem(graph, node, roles))
+    if kind is BoundaryKind.MLP:
+        return _lesser(graph, node, roles, mlp_code_problem(graph, node))
+    if kind is BoundaryKind.MOE:
+        problem = moe_problem(graph, node, roles)
+        return (Manner.WHOLE, problem) if problem else (Manner.SHARDED, "")
+    if kind is BoundaryKind.EXPERTS:
+        problem = experts_problem(graph, node)
+        return (Manner.WHOLE, problem) if problem else (Manner.SHARDED, "")
+    if kind in (BoundaryKind.EMBEDDING, BoundaryKind.HEAD):
+        direct = sorted(name for name in graph.used_directly if is_inside(name, module))
+        if direct:
+            return Manner.WHOLE, f"{', '.join(direct)} is used without calling its module"
+    if kind in (BoundaryKind.MIXER, None):
+        return Manner.WHOLE, "no template shards it"
+    return Manner.SHARDED, ""
+
+
+def _lesser(
+    graph: ModuleGraph, node: ModuleNode, roles: frozenset[Role], problem: str
+) -> tuple[Manner, str]:
+    direct = sorted(name for name in graph.used_directly if is_inside(name, node.name))
+    if direct:
+        return Manner.WHOLE, f"{', '.join(direct)} is used without calling its layer"
+    if not problem:
+        return Manner.SHARDED, ""
+    if roles & (COLUMNWISE | ROWWISE):
+        return Manner.BY_LINEAR, problem
+    return Manner.WHOLE, problem
+
+
+def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Role]) -> str:
+    """Why an attention may not be split into heads; empty if it may."""
+    known = PER_HEAD_NAMES
+    if roles <= IN_LATENT_ATTENTION and Role.KEY_VALUE_UP in roles:
+        heads = latent_heads(graph, node.name)
+        if isinstance(heads, str):
+            return heads
+        known = LATENT_NAMES
+    else:
+        dense = attention_heads(graph, node.name)
+        if isinstance(dense, str):
+            return dense
+        stray = sorted(role.value for role in roles - IN_DENSE_ATTENTION)
+        if stray:
+            return f"no rule says how heads share {', '.join(stray)}"
+        for name in node.children:
+            inner = graph.find(name)
+            if inner is not None and inner.parameters and not _known_part(inner, dense, roles):
+                return f"no rule says how heads share {name.rpartition('.')[2]}"
+    return _code_problem(node, known, ATTENTION_ARGUMENTS) or size_problem(node)
+
+
+def _known_part(node: ModuleNode, heads: Heads, roles: frozenset[Role]) -> bool:
+    """A projection, a norm of heads, or a norm over all of them, whose input is gathered."""
+    weight = node.parameter("weight")
+    return (
+        (weight is not None and len(weight.shape) == 2)
+        or (weight is not None and weight.shape == (heads.dim,))
+        or spans_all_heads(heads, node)
+    )
+
+
+def _code_problem(node: ModuleNode, known: frozenset[str], arguments: frozenset[str] | None) -> str:
+    children = {name.rpartition(".")[2] for name in node.children}
+    unknown = sorted(node.forward.names - known - children - {p.leaf for p in node.parameters})
+    if unknown:
+        return f"its forward uses {', '.join(unknown[:6])}, of which it is not known how they act"
+    if arguments is None:
+        return ""
+    strange = [name for name in node.forward.arguments[1:] if name not in arguments]
+    return f"its forward takes {', '.join(strange)}" if strange else ""
+
+
+def size_problem(node: ModuleNode) -> str:
+    """Sizes over all heads that the forward reads where they cannot be divided."""
+    ambiguous = sorted(
+        name
+        for name in node.forward.names & LOCAL_SIZES
+        if (name not in node.forward.own and f"config.{name}" not in node.forward.own)
+        or (name in node.forward.own and node.attribute(name) is None)
+    )
+    return f"its forward reads {', '.join(ambiguous)} of something else" if ambiguous else ""
+
+
+def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
+    """Why an MLP's inner features may not be split; empty if they may."""
+    extra = [
+        name
+        for name in node.children
+        if (inner := graph.find(name)) is not None
+        and any(p.module == name for p in inner.parameters)
+        and not _is_projection(inner)
+    ]
+    if extra:
+        return f"no rule says how features share {', '.join(n.rpartition('.')[2] for n in extra)}"
+    fused = child(graph, node.name, FUSED_GATE_UP)
+    if fused is not None and "chunk" not in node.forward.names:
+        return "the order of gate and up inside the fused weight cannot be known"
+    known = MLP_NAMES | ({"chunk"} if fused is not None else frozenset())
+    return _code_problem(node, known, frozenset()) or size_problem(node)
+
+
+def _is_projection(node: ModuleNode) -> bool:
+    weight = node.parameter("weight")
+    return weight is not None and len(weight.shape) == 2
+
+
+def moe_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Role]) -> str:
+    """Why what the parts of a block of experts return may not be summed once, at its end."""
+    known_parts = (*SHARED_EXPERT, "experts", "gate", "router", "shared_expert_gate", "act_fn")
+    for name in node.children:
+        if name.rpartition(".")[2] not in known_parts:
+            return f"no rule says what {name.rpartition('.')[2]} does in it"
+    experts = graph.find(join(node.name, "experts"))
+    if experts is None or experts_problem(graph, experts):
+        return "its experts are not sharded"
+    for name in SHARED_EXPERT:
+        shared = graph.find(join(node.name, name))
+        if shared is not None and mlp_code_problem(graph, shared):
+            return f"{name} is not sharded as one"
+    return _code_problem(node, MOE_NAMES, frozenset())
+
+
+def experts_problem(graph: ModuleGraph, node: ModuleNode) -> str:
+    """Why the features of fused experts may not be split; empty if they may."""
+    shapes = fused_experts(node, graph.size("hidden_size"))
+    if isinstance(shapes, str):
+        return shapes
+    if any(p.leaf not in ("gate_up_proj", "down_proj") for p in node.parameters):
+        return "every rank would add the biases of its experts, once too often"
+    if node.children and any(
+        (inner := graph.find(name)) is not None and inner.parameters for name in node.children
+    ):
+        return "its experts hold parameters besides the fused ones"
+    if node.attribute("has_post_expert_norm"):
+        return "a norm follows every expert, which needs all its features"
+    if node.attribute("has_gate") == 0:
+        return "its experts have no gate"
+    if section_order(node) is None:
+        return "the order of gate and up inside gate_up_proj cannot be known"
+    if len(node.forward.arguments) < 3:
+        return "its forward does not take hidden states, indices and weights"
+    return ""

@@ -1,0 +1,99 @@
+"""Attention: heads sharded (Megatron-LM section 3), dense and multi-head latent."""
+
+from __future__ import annotations
+
+from hp_dtensor.plan import BoundaryKind, BoundarySpec, BoundaryTensor, LocalAttribute
+from hp_planner.boundaries import Boundary
+from hp_planner.code_names import LOCAL_SIZES
+from hp_planner.graph import ModuleNode
+from hp_planner.manners import COLUMNWISE, ROWWISE, Manner
+from hp_planner.roles import NO_TEMPLATE, Role
+from hp_planner.settings import TENSOR_AXIS
+from hp_planner.templates.block import whole, whole_block
+from hp_planner.templates.context import Context
+from hp_planner.templates.contracts import (
+    LAST,
+    PARTIAL,
+    ROWS,
+    SUMMED_GRADIENT,
+    Drafted,
+    Members,
+    first_argument,
+    plain,
+    result,
+)
+from hp_planner.templates.linear import by_linear, column_weight, row_weight, sized_layer
+
+BY_HEAD = frozenset({Role.SINK})
+
+
+def attention(context: Context, boundary: Boundary) -> Drafted:
+    manner = context.manner(boundary)
+    if manner is Manner.SHARDED:
+        return _by_heads(context, boundary)
+    if manner is Manner.WHOLE:
+        return whole(context, boundary)
+    inside = by_linear(context, boundary)
+    around = whole_block(context, boundary, context.problem(boundary))
+    return Drafted(inside.contracts, (*around, *inside.specs))
+
+
+def _by_heads(context: Context, boundary: Boundary) -> Drafted:
+    """What makes q, k and v of heads is cut by rows, the output projection by columns.
+
+    Everything replicated inside is used on a share of the heads, so its gradient is a summand.
+    """
+    graph = context.graph
+    node = graph.module(boundary.module)
+    before, after = context.exchange(boundary)
+    contracts: Members = ()
+    late: BoundarySpec | None = None
+    sized: dict[str, BoundarySpec] = {}
+    for member in boundary.members:
+        if member.role in NO_TEMPLATE:
+            continue
+        holder = graph.module(member.parameter.module)
+        contract = SUMMED_GRADIENT
+        if member.role in COLUMNWISE:
+            contract = column_weight(holder, member.is_bias)
+            sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.ATTENTION)}
+        elif member.role in ROWWISE:
+            contract = row_weight(holder, member.is_bias, after)
+            late = late or (row_with_bias(holder, boundary, context) if member.is_bias else None)
+        elif member.role in BY_HEAD:
+            contract = ROWS
+        contracts += ((member, contract),)
+    spec = BoundarySpec(
+        module=boundary.module,
+        kind=BoundaryKind.ATTENTION,
+        inputs=(BoundaryTensor(first_argument(node), before, SUMMED_GRADIENT), *plain(node)),
+        outputs=(BoundaryTensor(result(node), after, after if late else PARTIAL),),
+        localize=local_sizes(node, LOCAL_SIZES),
+        reason="every rank computes its own heads",
+    )
+    return Drafted(contracts, (spec, *sized.values(), *((late,) if late else ())))
+
+
+def row_with_bias(node: ModuleNode, boundary: Boundary, context: Context) -> BoundarySpec:
+    """An output projection with a bias hands out the sum, so that the bias is added once."""
+    _, after = context.exchange(boundary)
+    return BoundarySpec(
+        module=node.name,
+        kind=boundary.kind or BoundaryKind.MLP,
+        inputs=(BoundaryTensor(first_argument(node), LAST, LAST),),
+        outputs=(BoundaryTensor("", after, PARTIAL),),
+        reason="output projection with a bias, which is added once, to the sum",
+    )
+
+
+def local_sizes(node: ModuleNode, names: frozenset[str]) -> tuple[LocalAttribute, ...]:
+    """Attributes that the forward reads and that count what is cut, own or of the config."""
+    own = [name for name in sorted(names) if name in node.forward.own and node.attribute(name)]
+    found = [LocalAttribute(name, TENSOR_AXIS, node.attribute(name) or 0) for name in own]
+    config = dict(node.config)
+    found += [
+        LocalAttribute(f"config.{name}", TENSOR_AXIS, config[name])
+        for name in sorted(names)
+        if f"config.{name}" in node.forward.own and name in config
+    ]
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""Blocks of experts: every rank routes all tokens and computes its own features of all experts."""
+
+from __future__ import annotations
+
+from hp_dtensor.placements import SectionedShard
+from hp_dtensor.plan import (
+    REPLICATED,
+    BoundaryKind,
+    BoundarySpec,
+    BoundaryTensor,
+    Contract,
+    LocalAttribute,
+    Region,
+    RegionKind,
+    sharded,
+)
+from hp_planner.boundaries import Boundary
+from hp_planner.graph import ModuleNode
+from hp_planner.manners import Manner
+from hp_planner.proofs import ExpertShapes, fused_experts, section_order
+from hp_planner.roles import Role
+from hp_planner.settings import TENSOR_AXIS
+from hp_planner.templates.block import whole
+from hp_planner.templates.context import Context
+from hp_planner.templates.contracts import (
+    LEFT_WHOLE,
+    PARTIAL,
+    SUMMED_GRADIENT,
+    Drafted,
+    Tensors,
+    by_role,
+    first_argument,
+    known_replicated,
+    result,
+)
+
+EXPERT_REGION = Region(RegionKind.OPAQUE, "grouped expert kernels on plain local tensors")
+EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
+
+
+def moe(context: Context, boundary: Boundary) -> Drafted:
+    """Router replicated; what experts return is a summand, so its gradient is a partial sum.
+
+    A block whose code does more than add up its parts has whole parts, each summed by itself.
+    """
+    if boundary.manner is not Manner.SHARDED:
+        return whole(context, boundary)
+    node = context.graph.module(boundary.module)
+    before, after = context.exchange(boundary)
+    spec = BoundarySpec(
+        module=boundary.module,
+        kind=BoundaryKind.MOE,
+        inputs=(BoundaryTensor(first_argument(node), before, SUMMED_GRADIENT),),
+        outputs=(BoundaryTensor(result(node), after, PARTIAL),),
+        reason="every rank routes all tokens and computes its own features of every expert",
+    )
+    table = {Role.ROUTER: SUMMED_GRADIENT, Role.SHARED_EXPERT_GATE: SUMMED_GRADIENT}
+    return Drafted(by_role(boundary, table), (spec,))
+
+
+def experts(context: Context, boundary: Boundary) -> Drafted:
+    """Gate and up halves each cut by rows, down by columns, in an opaque region."""
+    node = context.graph.module(boundary.module)
+    before, after = context.exchange(boundary)
+    shapes = fused_experts(node, context.graph.size("hidden_size"))
+    if boundary.manner is not Manner.SHARDED or isinstance(shapes, str):
+        reason = f"replicated: {boundary.problem}"
+        return Drafted(known_replicated(boundary, reason))
+    sizes = dict(node.attributes)
+    spec = BoundarySpec(
+        module=boundary.module,
+        kind=BoundaryKind.EXPERTS,
+        inputs=_inputs(node, before, SUMMED_GRADIENT),
+        outputs=(BoundaryTensor("", after, PARTIAL),),
+        localize=tuple(
+            LocalAttribute(name, TENSOR_AXIS, shapes.intermediate)
+            for name in EXPERT_SIZES
+            if sizes.get(name) == shapes.intermediate
+        ),
+        region=EXPERT_REGION,
+        reason="fused experts, each rank its own features of all of them",
+    )
+    table = {
+        Role.EXPERT_GATE_UP: _gate_up(node, shapes),
+        Role.EXPERT_DOWN: sharded(TENSOR_AXIS, shapes.down_dim),
+    }
+    return Drafted(by_role(boundary, table), (spec,))
+
+
+def _gate_up(node: ModuleNode, shapes: ExpertShapes) -> Contract:
+    """Halves are cut each by itself; where gate and up alternate, pairs stay together."""
+    if section_order(node) == "interleaved":
+        return sharded(TENSOR_AXIS, shapes.up_dim)
+    halves = (shapes.intermediate, shapes.intermediate)
+    return Contract({TENSOR_AXIS: SectionedShard(shapes.up_dim, halves)})
+
+
+def whole_experts(context: Context, boundary: Boundary) -> BoundarySpec:
+    """Experts of a block that is left whole: an opaque region still, with nothing cut."""
+    return BoundarySpec(
+        module=boundary.module,
+        kind=BoundaryKind.EXPERTS,
+        inputs=_inputs(context.graph.module(boundary.module), REPLICATED, REPLICATED),
+        outputs=(BoundaryTensor("", REPLICATED, REPLICATED),),
+        region=EXPERT_REGION,
+        reason=LEFT_WHOLE,
+    )
+
+
+def _inputs(node: ModuleNode, before: Contract, inside: Contract) -> Tensors:
+    hidden, index, weights = (*node.forward.arguments, "", "", "")[:3]
+    return (
+        BoundaryTensor(hidden, before, inside),
+        BoundaryTensor(index, REPLICATED, REPLICATED, plain=True),
+        BoundaryTensor(weights, before, inside),
+    )
