@@ -27,6 +27,7 @@ def test_the_public_names_are_these():
         "MatrixView",
         "Muon",
         "MuonError",
+        "QKClip",
         "newton_schulz",
         "split_parameters",
     ]

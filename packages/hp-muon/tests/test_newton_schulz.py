@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import strategies as st
 
 from hp_muon.coefficients import COEFFICIENTS
 from hp_muon.errors import MuonError
-from hp_muon.newton_schulz import newton_schulz, newton_schulz_operations
+from hp_muon.newton_schulz import newton_schulz, newton_schulz_operations, uses_gram
 
 NAMES = sorted(COEFFICIENTS)
+MODULE = sys.modules[newton_schulz.__module__]  # the package exports a function of its name
 
 
 def polar_factor(matrix: torch.Tensor) -> torch.Tensor:
@@ -165,3 +167,60 @@ def test_the_operations_count_the_products_on_the_small_side():
     assert direct == 5 * newton_schulz_operations(2, 3, 1, gram=False)
     # Two runs form a Gram matrix and apply their product; squares 5; the rest three times three.
     assert newton_schulz_operations(2, 8, 5, gram=True) == 4 * (2 * 4 * 8) + 2 * 8 * (5 + 3 * 3)
+
+
+@pytest.mark.parametrize("name", ["quintic", "asym5"])
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (3, 16, 40)])
+def test_gram_space_gives_what_the_direct_iteration_gives(name, shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    direct = newton_schulz(matrices, coefficients=name, gram=False)
+    in_gram = newton_schulz(matrices, coefficients=name, gram=True)
+    torch.testing.assert_close(in_gram, direct, atol=2e-5, rtol=0)
+
+
+def test_gram_space_is_as_accurate_as_the_direct_iteration_in_bfloat16():
+    """The products themselves are rounded, as on a device that multiplies bfloat16."""
+    matrix = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    exact = polar_factor(matrix)
+
+    def error(iterate, triples):
+        x = (matrix / matrix.norm()).bfloat16()[None]
+        work = MODULE._Workspace.of(x, 1, torch.bfloat16)
+        result = iterate(x.clone(), triples, work)[0]
+        return float((result.double() - exact).norm() / exact.norm())
+
+    iterate, in_gram = MODULE._iterate, MODULE._iterate_gram
+    for name in ("asym5", "quintic"):
+        triples = COEFFICIENTS[name].steps(5)
+        assert error(in_gram, triples) < error(iterate, triples) + 0.01
+    # The reason why Polar Express is kept out of Gram space.
+    triples = COEFFICIENTS["polar_express"].steps(5)
+    assert error(in_gram, triples) > 1.3 * error(iterate, triples)
+
+
+def test_gram_space_is_chosen_for_elongated_matrices_only():
+    assert uses_gram(256, 1024, 5, "asym5")
+    assert uses_gram(1024, 256, 5, "quintic")
+    assert not uses_gram(256, 256, 5, "asym5")
+    assert not uses_gram(256, 4096, 5, "polar_express")
+    assert not uses_gram(256, 4096, 5, ((2.0, -1.5, 0.5),) * 5)
+
+
+def test_gram_space_is_refused_where_it_is_useless():
+    with pytest.raises(MuonError, match=r"polar_express.*lose accuracy in Gram space"):
+        newton_schulz(torch.ones(2, 8), coefficients="polar_express", gram=True)
+
+
+def test_many_small_matrices_are_iterated_in_several_chunks(monkeypatch):
+    matrices = torch.randn(7, 6, 4, generator=torch.Generator().manual_seed(0))
+    whole = newton_schulz(matrices)
+    monkeypatch.setattr(MODULE, "_CPU_CHUNK_ELEMENTS", 3 * 24)
+    torch.testing.assert_close(newton_schulz(matrices), whole, atol=1e-6, rtol=0)
+
+
+def test_the_result_is_written_to_out():
+    matrices, out = torch.randn(2, 5, 3), torch.empty(2, 5, 3, dtype=torch.bfloat16)
+    assert newton_schulz(matrices, dtype=torch.bfloat16, out=out) is out
+    assert torch.equal(out, newton_schulz(matrices, dtype=torch.bfloat16))
+    with pytest.raises(MuonError, match="out must be a contiguous"):
+        newton_schulz(matrices, out=out)

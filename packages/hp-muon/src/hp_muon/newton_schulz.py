@@ -129,7 +129,7 @@ def check_gram(gram: bool | None, coefficients: str | Sequence[Sequence[float]])
     table = coefficient_set(coefficients)
     if gram and not table.gram:
         raise MuonError(
-            f"coefficients {table.name!r} lose all accuracy in Gram space in half precision; use "
+            f"coefficients {table.name!r} lose accuracy in Gram space in half precision; use "
             "gram=None or False, or 'asym5' or 'quintic'"
         )
 
