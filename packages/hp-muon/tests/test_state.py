@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from hp_muon import Muon, MuonError
+from hp_muon import MatrixView, Muon, MuonError
 from hp_muon.reference import DenseMuon
 from hp_muon.state import local_tensor
 from hp_platform.testing import run_ranks
@@ -58,7 +58,7 @@ def mesh_of(world_size, replicas):
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
-def uninterrupted(steps):
+def uninterrupted(steps, **arguments):
     model = make_model()
     matrices, others = groups(model)
     optimizer = DenseMuon(
@@ -66,6 +66,7 @@ def uninterrupted(steps):
         [p for _, p in others["params"]],
         adamw_lr=0.01,
         **ARGUMENTS,
+        **arguments,
     )
     for step in range(steps):
         x = torch.randn(6, 3, generator=torch.Generator().manual_seed(step))
@@ -305,3 +306,115 @@ def test_the_state_of_another_algorithm_is_refused_by_name():
     adamw.step()
     with pytest.raises(MuonError, match="without 'momentum_buffer'"):
         Muon([weight]).load_state_dict(adamw.state_dict())
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("target_world", "target_replicas"), [(1, 1), (4, 2), (3, 1)])
+def test_normuon_continues_on_another_mesh(tmp_path, target_world, target_replicas):
+    """The second moments lie with the compute owners, and those are others on another mesh."""
+    arguments = {**ARGUMENTS, "normuon_beta2": 0.9}
+    expected = uninterrupted(4, normuon_beta2=0.9)
+
+    def save():
+        model = sharded(mesh_of(4, 2))
+        optimizer = Muon(groups(model), **arguments)
+        train(model, optimizer, range(2))
+        dcp.save(
+            {"model": model.state_dict(), "optim": optimizer.state_dict()}, checkpoint_id=tmp_path
+        )
+
+    def load():
+        model = sharded(mesh_of(target_world, target_replicas))
+        optimizer = Muon(groups(model), **arguments)
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optim"])
+        train(model, optimizer, range(2, 4))
+        for parameter, wanted in zip(model.parameters(), expected):
+            torch.testing.assert_close(parameter.full_tensor(), wanted, atol=2e-5, rtol=1e-4)
+
+    run_ranks(save, 4)
+    run_ranks(load, target_world)
+
+
+@pytest.mark.ranks
+def test_second_moments_of_separated_experts_and_of_split_kinds_find_their_matrices():
+    """Saved with experts on two ranks, loaded into one process, by the numbers of the matrices."""
+    views = {"experts": MatrixView("e (x r) c -> e (x r) c", x=(1, 2))}
+    arguments = {**ARGUMENTS, "normuon_beta2": 0.5, "views": views}
+    stack = torch.randn(5, 6, 4, generator=torch.Generator().manual_seed(0))
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "tp"))
+        places = [Shard(0), Shard(1)]
+        weight = nn.Parameter(distribute_tensor(stack.clone(), mesh, places))
+        optimizer = Muon([("experts", weight)], **arguments)
+        for step in range(2):
+            weight.grad = distribute_tensor(stack * (step + 1), mesh, places)
+            optimizer.step()
+        state = optimizer.state_dict()["state"][0]
+        return state["second_moment_buffer"].full_tensor(), state["momentum_buffer"].full_tensor()
+
+    rows, _ = run_ranks(body, 4)[0]
+    weight = nn.Parameter(stack.clone())
+    single = Muon([("experts", weight)], **arguments)
+    for step in range(2):
+        weight.grad = stack * (step + 1)
+        single.step()
+    expected = single.state_dict()["state"][0]["second_moment_buffer"]
+    assert rows.shape == (5 * 6,)
+    torch.testing.assert_close(rows, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_second_moments_of_another_view_are_refused_by_name():
+    def made():
+        weight = nn.Parameter(torch.eye(4))
+        weight.grad = torch.eye(4)
+        optimizer = Muon([("w", weight)], normuon_beta2=0.9)
+        optimizer.step()
+        return optimizer
+
+    state = made().state_dict()
+    state["state"][0]["second_moment_buffer"] = torch.zeros(7)
+    with pytest.raises(MuonError, match=r"'w'.*second_moment_buffer of shape \(7,\)"):
+        made().load_state_dict(state)
+
+
+@pytest.mark.ranks
+def test_a_rank_holds_as_much_after_loading_as_before_saving():
+    def held(optimizer):
+        found = 0
+        for state in optimizer.state.values():
+            for value in state.values():
+                parts = value.values() if isinstance(value, dict) else [value]
+                found += sum(part.untyped_storage().nbytes() for part in parts)
+        return found
+
+    def body():
+        model = sharded(mesh_of(4, 4))
+        optimizer = Muon(groups(model), normuon_beta2=0.9, **ARGUMENTS)
+        train(model, optimizer, range(2))
+        before = held(optimizer)
+        optimizer.load_state_dict(optimizer.state_dict())
+        return before, held(optimizer)
+
+    for before, after in run_ranks(body, 4):
+        assert before == after
+
+
+@pytest.mark.ranks
+def test_the_state_of_torch_optim_muon_over_fsdp2_is_taken():
+    def body():
+        models = [sharded(mesh_of(2, 1)) for _ in range(2)]
+        matrices = [[p for p in model.parameters() if p.ndim > 1] for model in models]
+        theirs, mine = torch.optim.Muon(matrices[0], lr=0.1), Muon(matrices[1], lr=0.2)
+        for weight in matrices[0]:
+            weight.grad = torch.ones_like(weight)
+        theirs.step()
+        mine.load_state_dict(theirs.state_dict())
+        for weight, other in zip(matrices[1], matrices[0]):
+            expected = theirs.state[other]["momentum_buffer"].to_local()
+            assert torch.equal(mine.state[weight]["momentum_buffer"], expected)
+
+    run_ranks(body, 2)
