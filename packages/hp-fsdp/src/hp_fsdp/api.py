@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_fsdp import hooks, optimizers, state_dict
-from hp_fsdp.bucket import make_bucket
+from hp_fsdp.bucket import make_buckets
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
 from hp_fsdp.param import SHARDED_MARK
@@ -116,7 +116,7 @@ def fully_shard(
     comm = CommPolicy.of(comm_policy)
     link = data.link() if comm.needs_link and data.shard.size > 1 else None
     journeys = _journeys(candidates, data, mp_policy, comm, link)
-    buckets = [make_bucket(journey, data, mp_policy) for journey in journeys]
+    buckets = make_buckets(journeys, data, mp_policy)
     taken = {
         id(candidate): parameter
         for journey, bucket in zip(journeys, buckets)

@@ -10,16 +10,16 @@ it is read where autograd left it. Only parameters that are cut along a dim that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from attrs import define
+from attrs import define, frozen
 from torch import Tensor
 
 from hp_fsdp.cut import Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
-from hp_fsdp.full_buffer import FullBuffer
+from hp_fsdp.full_buffer import Arena, ArenaPart, FullBuffer
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.policies import MixedPrecisionPolicy
@@ -27,15 +27,30 @@ from hp_fsdp.schedule import Journey
 from hp_platform import Handle, Origin, all_gather, reduce_scatter
 from hp_platform.buffers import aligned_empty
 
+Memory = FullBuffer | ArenaPart
+
+
+@frozen(eq=False)
+class UnitMemory:
+    """Memory that a unit's buckets take and give back at the same times, each kind as a whole."""
+
+    gathered: Arena
+    gradients: Arena
+    scratch: Arena
+
+    @classmethod
+    def on(cls, device: torch.device) -> UnitMemory:
+        return cls(Arena(device), Arena(device), Arena(device))
+
 
 @define(eq=False)
 class Scatter:
     """A reduce-scatter in flight, with the memory that it uses meanwhile."""
 
     handle: Handle[Tensor]
-    gradients: FullBuffer | None
-    scratch: FullBuffer | None
-    give_back: Callable[[FullBuffer], None]
+    gradients: Memory | None
+    scratch: Memory | None
+    give_back: Callable[[Memory], None]
 
     def wait(self, pages: PagePool) -> None:
         """Waits; the full gradients' memory is free then."""
@@ -59,7 +74,9 @@ class Bucket:
         has_gradients: autograd has left something that has not been reduced.
     """
 
-    def __init__(self, journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy) -> None:
+    def __init__(
+        self, journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy, memory: UnitMemory
+    ) -> None:
         self.part = journey.part
         self._data = data
         self._policy = policy
@@ -73,10 +90,16 @@ class Bucket:
         self.has_gradients = False
         self.has_trainable = False
         self._accumulated: Tensor | None = None
-        self._buffer: FullBuffer | None = None
-        self._landing: FullBuffer | None = None
-        self._free_landings: list[FullBuffer] = []
-        self._scratch: FullBuffer | None = None
+        self._buffer: Memory = memory.gathered.reserve(self._full_numel, self.compute_dtype)
+        self._landing: Memory | None = None
+        self._free_landings: list[Memory] = []
+        if self._lands:
+            place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
+            self._free_landings.append(place)
+        self._scratch: Memory | None = None
+        if data.shard.device.type == "cpu" and data.shard.size > 1 and self.part:
+            others = self.gathered_numel - self.part
+            self._scratch = memory.scratch.reserve(others, self.reduce_dtype)
         self._on_gradient: Callable[[ShardedParameter], None] | None = None
         self._gathering: Handle[Tensor] | None = None
         device = torch.device("meta") if first.is_meta else data.shard.device
@@ -142,11 +165,15 @@ class Bucket:
     def _change_type(self, dtype: torch.dtype) -> None:
         self.compute_dtype = self._policy.computes_in(dtype)
         self.reduce_dtype = self._policy.reduces_in(dtype)
-        if self._buffer is not None and self._buffer.data.dtype != self.compute_dtype:
-            self._buffer, self._scratch = None, None
+        device = self._data.shard.device
+        if self._buffer.dtype != self.compute_dtype:
+            self._buffer = FullBuffer(self._full_numel, self.compute_dtype, device)
             self._landing, self._free_landings = None, []
             for parameter in self.parameters:
                 parameter.full = None
+        if self._scratch is not None and self._scratch.dtype != self.reduce_dtype:
+            others = self.gathered_numel - self.part
+            self._scratch = FullBuffer(others, self.reduce_dtype, device)
         if self._accumulated is not None:
             self._accumulated = self._accumulated.to(self.reduce_dtype)
 
@@ -165,14 +192,13 @@ class Bucket:
     @property
     def is_held(self) -> bool:
         """Whether the gathered parameters have memory."""
-        return self._buffer is not None and self._buffer.is_held
+        return self._buffer.is_held
 
     def begin_gather(self, pages: PagePool, origin: Origin) -> None:
         """Issues the all-gather; nothing is valid before `finish_gather`."""
         shards = self.adopt()
-        if self._buffer is None:
+        if self.parameters[0].full is None:
             self._make_full()
-        assert self._buffer is not None
         self.has_trainable = False
         for parameter, shard in zip(self.parameters, shards):
             trains = parameter.sharded.requires_grad
@@ -203,13 +229,11 @@ class Bucket:
     def release(self, pages: PagePool) -> None:
         """Registers the shards and leaves the gathered memory to others."""
         self.register_shards()
-        if self._buffer is not None:
-            self._buffer.release(pages)
+        self._buffer.release(pages)
 
     def _make_full(self) -> None:
         # Neither inference mode nor no_grad of the caller may mark the leaves for good.
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = FullBuffer(self._full_numel, self.compute_dtype, self._data.shard.device)
             for parameter in self.parameters:
                 # `.data` gives the view a version counter of its own: gathering again must not
                 # look to autograd like a modification of what it has saved.
@@ -275,8 +299,8 @@ class Bucket:
             if full.requires_grad and full.grad is None:
                 full.grad = self._full_view(parameter, landing.data)
 
-    def _new_landing(self, pages: PagePool) -> FullBuffer:
-        landing = (
+    def _new_landing(self, pages: PagePool) -> Memory:
+        landing: Memory = (
             self._free_landings.pop()
             if self._free_landings
             else FullBuffer(self.gathered_numel, self.compute_dtype, self._data.shard.device)
@@ -284,7 +308,7 @@ class Bucket:
         landing.hold(pages).zero_()
         return landing
 
-    def _collect(self, pages: PagePool) -> FullBuffer | Tensor | None:
+    def _collect(self, pages: PagePool) -> Memory | Tensor | None:
         """Takes autograd's gradients from the parameters: all in one buffer, or where one lies."""
         found = []
         for parameter in self.parameters:
@@ -315,7 +339,7 @@ class Bucket:
         kept = self._collect(pages)
         self.has_gradients = True
         if self._accumulated is None and self.reduce_dtype == self.compute_dtype:
-            if isinstance(kept, FullBuffer):
+            if isinstance(kept, Memory):
                 self._landing = kept
             else:
                 self._accumulated = kept
@@ -334,23 +358,23 @@ class Bucket:
         self._give_back(self._collect(pages), pages)
         self._accumulated = None
 
-    def _total(self, found: FullBuffer | Tensor | None) -> Tensor:
+    def _total(self, found: Memory | Tensor | None) -> Tensor:
         """Everything accumulated so far, flat and aligned, in the type of the reduction."""
-        gradients = found.data if isinstance(found, FullBuffer) else found
+        gradients = found.data if isinstance(found, Memory) else found
         total = self._accumulated
         if total is None:
             total = aligned_empty(self._full_numel, self.reduce_dtype, self._data.shard.device)
             return total.zero_() if gradients is None else total.copy_(gradients)
         return total if gradients is None else total.add_(gradients)
 
-    def _give_back(self, found: FullBuffer | Tensor | None, pages: PagePool) -> None:
-        if isinstance(found, FullBuffer):
+    def _give_back(self, found: Memory | Tensor | None, pages: PagePool) -> None:
+        if isinstance(found, Memory):
             found.release(pages)
             self._recycle(found)
 
-    def _recycle(self, landing: FullBuffer) -> None:
+    def _recycle(self, landing: Memory) -> None:
         # After a change of type old ones are of no use.
-        if landing.data.dtype == self.compute_dtype and not self._free_landings:
+        if landing.dtype == self.compute_dtype and not self._free_landings:
             self._free_landings.append(landing)
 
     def scatter(self, output: Tensor, pages: PagePool, origin: Origin) -> Scatter:
@@ -369,7 +393,7 @@ class Bucket:
             self._give_back(found, pages)
             found = None
         else:
-            sent = found.data if isinstance(found, FullBuffer) else found
+            sent = found.data if isinstance(found, Memory) else found
         scratch = self._hold_scratch(pages)
         handle = reduce_scatter(
             self._packed(sent),
@@ -378,22 +402,16 @@ class Bucket:
             scratch=None if scratch is None else scratch.data,
             origin=origin,
         )
-        gradients = found if isinstance(found, FullBuffer) else None
+        gradients = found if isinstance(found, Memory) else None
         return Scatter(handle, gradients, scratch, self._recycle)
 
     def _packed(self, gradients: Tensor) -> Tensor:
         """The gradients as the reduce-scatter takes them."""
         return gradients
 
-    def _hold_scratch(self, pages: PagePool) -> FullBuffer | None:
-        """Memory to receive others' gradients in, where it is cheaper than fresh memory."""
-        device, size = self._data.shard.device, self._data.shard.size
-        if device.type != "cpu" or size == 1 or self.gathered_numel == 0:
-            return None
-        if self._scratch is None or self._scratch.data.dtype != self.reduce_dtype:
-            numel = self.gathered_numel - self.part
-            self._scratch = FullBuffer(numel, self.reduce_dtype, device)
-        if self._scratch.is_held:
+    def _hold_scratch(self, pages: PagePool) -> Memory | None:
+        """Memory to receive others' gradients in, where backends need it."""
+        if self._scratch is None or self._scratch.is_held:
             return None
         self._scratch.hold(pages)
         return self._scratch
@@ -477,8 +495,14 @@ class PackedBucket(Bucket):
         return part.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
 
 
-def make_bucket(journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy) -> Bucket:
-    """The bucket for a journey."""
-    cut = journey.cuts[0]
-    packed = isinstance(cut, Cut) and not cut.is_leading
-    return (PackedBucket if packed else Bucket)(journey, data, policy)
+def make_buckets(
+    journeys: Sequence[Journey], data: DataMesh, policy: MixedPrecisionPolicy
+) -> list[Bucket]:
+    """One unit's buckets."""
+    memory = UnitMemory.on(data.shard.device)
+    buckets = []
+    for journey in journeys:
+        cut = journey.cuts[0]
+        packed = isinstance(cut, Cut) and not cut.is_leading
+        buckets.append((PackedBucket if packed else Bucket)(journey, data, policy, memory))
+    return buckets
