@@ -50,6 +50,8 @@ KIND_OF_ROLE: dict[Role, BoundaryKind] = {
     Role.EXPERT_DOWN: BoundaryKind.EXPERTS,
     Role.EXPERT_BIAS: BoundaryKind.EXPERTS,
     Role.STATE_SPACE: BoundaryKind.MIXER,
+    Role.STATE_SPACE_IN: BoundaryKind.MIXER,
+    Role.STATE_SPACE_OUT: BoundaryKind.MIXER,
     Role.INDEXER: BoundaryKind.MIXER,
     Role.AUXILIARY: BoundaryKind.MIXER,
 }

@@ -120,7 +120,11 @@ def row_norm(evidence: Evidence) -> str:
     name = evidence.module.class_name
     if not re.search(r"(RMS|Layer|L2)_?Norm", name):
         return f"{name} is not known to normalise the last dim alone"
-    return "" if len(evidence.parameter.shape) == 1 else "its weight is no vector"
+    return "" if len(evidence.parameter.shape) in (1, 2) else "its weight is no vector"
+
+
+def vector(evidence: Evidence) -> str:
+    return "" if len(evidence.parameter.shape) == 1 else "it is no vector"
 
 
 def block_of_experts(graph: ModuleGraph, module: str) -> str | None:

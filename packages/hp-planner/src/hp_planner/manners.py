@@ -21,10 +21,11 @@ from hp_planner.code_names import (
     MOE_NAMES,
     PER_HEAD_NAMES,
 )
+from hp_planner.evidence import features
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside, join
-from hp_planner.heads import Heads, attention_heads, child
+from hp_planner.heads import KEY, OUTPUT, QUERY, VALUE, Heads, attention_heads, child
 from hp_planner.latent import latent_heads
-from hp_planner.layer_names import FUSED_GATE_UP, SHARED_EXPERT
+from hp_planner.layer_names import DOWN, FUSED_GATE_UP, GATE, SHARED_EXPERT, UP
 from hp_planner.proofs import fused_experts, section_order, spans_all_heads
 from hp_planner.roles import Role, RoleAssignment
 
@@ -39,9 +40,9 @@ class Manner(enum.Enum):
 
 COLUMNWISE = frozenset(
     {Role.QUERY, Role.KEY, Role.VALUE, Role.FUSED_QKV, Role.ATTENTION_GATE, Role.QUERY_UP}
-    | {Role.KEY_VALUE_UP, Role.GATE, Role.UP, Role.FUSED_GATE_UP}
+    | {Role.KEY_VALUE_UP, Role.GATE, Role.UP, Role.FUSED_GATE_UP, Role.STATE_SPACE_IN}
 )
-ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN})
+ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN, Role.STATE_SPACE_OUT})
 IN_DENSE_ATTENTION = frozenset(
     {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUTPUT, Role.ATTENTION_GATE}
     | {Role.HEAD_NORM, Role.SINK}
@@ -50,6 +51,17 @@ IN_LATENT_ATTENTION = frozenset(
     {Role.QUERY, Role.QUERY_DOWN, Role.QUERY_UP, Role.KEY_VALUE_DOWN, Role.KEY_VALUE_UP}
     | {Role.LATENT_NORM, Role.ATTENTION_OUTPUT}
 )
+
+
+# Modules of activation functions and dropout; those that take several features together are not
+# elementwise.
+ELEMENTWISE_MODULES = (
+    "torch.nn.modules.dropout.",
+    "torch.nn.modules.activation.",
+    "torch.nn.modules.linear.Identity",
+    "transformers.activations.",
+)
+ACROSS_FEATURES = ("Softmax", "LogSoftmax", "Softmin", "Softmax2d", "GLU", "MultiheadAttention")
 
 
 def manner_of(
@@ -72,7 +84,9 @@ def manner_of(
         direct = sorted(name for name in graph.used_directly if is_inside(name, module))
         if direct:
             return Manner.WHOLE, f"{', '.join(direct)} is used without calling its module"
-    if kind in (BoundaryKind.MIXER, None):
+    if kind is BoundaryKind.MIXER:
+        return _lesser(graph, node, roles, "no template shards it as one")
+    if kind is None:
         return Manner.WHOLE, "no template shards it"
     return Manner.SHARDED, ""
 
@@ -105,21 +119,48 @@ def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Rol
         stray = sorted(role.value for role in roles - IN_DENSE_ATTENTION)
         if stray:
             return f"no rule says how heads share {', '.join(stray)}"
-        for name in node.children:
-            inner = graph.find(name)
-            if inner is not None and inner.parameters and not _known_part(inner, dense, roles):
-                return f"no rule says how heads share {name.rpartition('.')[2]}"
+        problem = _parts_problem(graph, node, dense)
+        if problem:
+            return problem
     return _code_problem(node, known, ATTENTION_ARGUMENTS) or size_problem(node)
 
 
-def _known_part(node: ModuleNode, heads: Heads, roles: frozenset[Role]) -> bool:
+def _parts_problem(graph: ModuleGraph, node: ModuleNode, heads: Heads) -> str:
+    """Parts of an attention that its heads may not share."""
+    sinks = [p for p in node.parameters if p.shape != (heads.query,)]
+    if sinks:
+        return f"{sinks[0].leaf} {list(sinks[0].shape)} has not one value a head"
+    for name in node.children:
+        inner, leaf = graph.find(name), name.rpartition(".")[2]
+        if inner is None:
+            return f"{leaf} is also a part of something else"
+        if not inner.parameters:
+            if not _is_elementwise(inner) and "Rotary" not in inner.class_name:
+                return f"it is not known what {inner.class_name} does to heads"
+        elif not _known_part(inner, leaf, heads):
+            return f"no rule says how heads share {leaf}"
+    return ""
+
+
+def _known_part(node: ModuleNode, leaf: str, heads: Heads) -> bool:
     """A projection, a norm of heads, or a norm over all of them, whose input is gathered."""
     weight = node.parameter("weight")
-    return (
-        (weight is not None and len(weight.shape) == 2)
-        or (weight is not None and weight.shape == (heads.dim,))
-        or spans_all_heads(heads, node)
-    )
+    if weight is None:
+        return False
+    if len(weight.shape) == 1:
+        return weight.shape == (heads.dim,) or spans_all_heads(heads, node)
+    if leaf in (*QUERY, *KEY, *VALUE, *OUTPUT):
+        return True
+    by_head = (heads.query, heads.query * heads.value_dim)
+    per_head = ((heads.query, heads.dim), (heads.key_value, heads.dim))
+    return features(node)[1] in by_head or weight.shape in per_head
+
+
+def _is_elementwise(node: ModuleNode) -> bool:
+    """A part without parameters that treats every element by itself."""
+    if node.children or node.class_name in ACROSS_FEATURES:
+        return False
+    return any(base.startswith(ELEMENTWISE_MODULES) for base in node.bases)
 
 
 def _code_problem(node: ModuleNode, known: frozenset[str], arguments: frozenset[str] | None) -> str:
@@ -146,15 +187,9 @@ def size_problem(node: ModuleNode) -> str:
 
 def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     """Why an MLP's inner features may not be split; empty if they may."""
-    extra = [
-        name
-        for name in node.children
-        if (inner := graph.find(name)) is not None
-        and any(p.module == name for p in inner.parameters)
-        and not _is_projection(inner)
-    ]
+    extra = [name.rpartition(".")[2] for name in node.children if not _mlp_part(graph.find(name))]
     if extra:
-        return f"no rule says how features share {', '.join(n.rpartition('.')[2] for n in extra)}"
+        return f"no rule says how features share {', '.join(extra)}"
     fused = child(graph, node.name, FUSED_GATE_UP)
     if fused is not None and "chunk" not in node.forward.names:
         return "the order of gate and up inside the fused weight cannot be known"
@@ -162,9 +197,18 @@ def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     return _code_problem(node, known, frozenset()) or size_problem(node)
 
 
-def _is_projection(node: ModuleNode) -> bool:
-    weight = node.parameter("weight")
-    return weight is not None and len(weight.shape) == 2
+def _mlp_part(node: ModuleNode | None) -> bool:
+    """A linear layer by one of the names of an MLP's, or something elementwise."""
+    if node is None:
+        return False
+    if node.name.rpartition(".")[2] in (*GATE, *UP, *FUSED_GATE_UP, *DOWN):
+        return True
+    scalars = all(p.shape in ((), (1,)) for p in node.parameters)
+    return (
+        scalars
+        and any(base.startswith(ELEMENTWISE_MODULES) for base in node.bases)
+        and (node.class_name not in ACROSS_FEATURES)
+    )
 
 
 def moe_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Role]) -> str:

@@ -41,7 +41,11 @@ def is_head_norm(evidence: Evidence) -> str:
     heads = attention_heads(evidence.graph, evidence.block)
     if isinstance(heads, str):
         return heads
-    if evidence.parameter.shape == (heads.dim,):
+    if evidence.parameter.shape[-1] == heads.dim and evidence.parameter.shape[:-1] in (
+        (),
+        (heads.query,),
+        (heads.key_value,),
+    ):
         return ""
     return f"it spans {list(evidence.parameter.shape)} and not one head of {heads.dim}"
 

@@ -49,6 +49,8 @@ class Role(enum.Enum):
     EXPERT_DOWN = "expert_down"
     EXPERT_BIAS = "expert_bias"
     STATE_SPACE = "state_space"
+    STATE_SPACE_IN = "state_space_input"
+    STATE_SPACE_OUT = "state_space_output"
     AUXILIARY = "auxiliary"
     UNSUPPORTED = "unsupported"
     UNKNOWN = "unknown"

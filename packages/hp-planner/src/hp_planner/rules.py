@@ -27,6 +27,7 @@ from hp_planner.evidence import (
     row_norm,
     scores_vocabulary,
     takes_hidden,
+    vector,
 )
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode
 from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE
@@ -97,6 +98,20 @@ RULES: tuple[Rule, ...] = (
         (r"A_log|dt_bias|D|A|recurrent_param|(input|recurrent)_gate_(weight|bias)",),
         1,
         in_state_space_block,
+        STATE_SPACE,
+    ),
+    Rule(
+        Role.STATE_SPACE_IN,
+        (r"in_proj(_\w+)?|[gqkvz]_proj", WEIGHT_OR_BIAS),
+        2,
+        all_of(plain_linear, takes_hidden, in_state_space_block),
+        STATE_SPACE,
+    ),
+    Rule(
+        Role.STATE_SPACE_OUT,
+        ("out_proj|o_proj|linear_out", WEIGHT_OR_BIAS),
+        2,
+        all_of(plain_linear, gives_hidden, in_state_space_block),
         STATE_SPACE,
     ),
     Rule(
@@ -223,7 +238,7 @@ RULES: tuple[Rule, ...] = (
         all_of(plain_linear, scores_vocabulary),
         "linear with one score per vocabulary entry",
     ),
-    Rule(Role.NORM, (NORMS, WEIGHT_OR_BIAS), 1, row_norm, "row norm"),
+    Rule(Role.NORM, (NORMS, WEIGHT_OR_BIAS), 1, all_of(row_norm, vector), "row norm"),
 )
 
 

@@ -21,9 +21,10 @@ from hp_planner.expert_axis import add_expert_axis
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.settings import Settings
 from hp_planner.templates.attention import attention
-from hp_planner.templates.block import local, whole
+from hp_planner.templates.block import local
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import LEFT_WHOLE, Drafted, replicated
+from hp_planner.templates.mixer import mixer
 from hp_planner.templates.mlp import mlp
 from hp_planner.templates.moe import experts, moe, whole_experts
 from hp_planner.templates.norms import norm
@@ -42,7 +43,7 @@ TEMPLATES: dict[BoundaryKind, Callable[[Context, Boundary], Drafted]] = {
     BoundaryKind.MLP: mlp,
     BoundaryKind.MOE: moe,
     BoundaryKind.EXPERTS: experts,
-    BoundaryKind.MIXER: whole,
+    BoundaryKind.MIXER: mixer,
     BoundaryKind.HEAD: head,
 }
 

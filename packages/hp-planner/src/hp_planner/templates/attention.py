@@ -7,7 +7,7 @@ from hp_planner.boundaries import Boundary
 from hp_planner.code_names import LOCAL_SIZES
 from hp_planner.graph import ModuleNode
 from hp_planner.manners import COLUMNWISE, ROWWISE, Manner
-from hp_planner.roles import NO_TEMPLATE, Role
+from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS
 from hp_planner.templates.block import whole, whole_block
 from hp_planner.templates.context import Context
@@ -60,7 +60,7 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
         elif member.role in ROWWISE:
             contract = row_weight(holder, member.is_bias, after)
             late = late or (row_with_bias(holder, boundary, context) if member.is_bias else None)
-        elif member.role in BY_HEAD:
+        elif member.role in BY_HEAD or _head_by_head(member):
             contract = ROWS
         contracts += ((member, contract),)
     spec = BoundarySpec(
@@ -72,6 +72,11 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
         reason="every rank computes its own heads",
     )
     return Drafted(contracts, (spec, *sized.values(), *((late,) if late else ())))
+
+
+def _head_by_head(member: RoleAssignment) -> bool:
+    """A norm with a weight of its own for every head."""
+    return member.role is Role.HEAD_NORM and len(member.parameter.shape) == 2
 
 
 def row_with_bias(node: ModuleNode, boundary: Boundary, context: Context) -> BoundarySpec:

@@ -5,6 +5,8 @@ What the neighbours exchange is whole, or a contract that the block's template g
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from hp_dtensor.plan import (
     REPLICATED,
     BoundaryKind,
@@ -82,7 +84,7 @@ def row_layer(node: ModuleNode, kind: BoundaryKind) -> BoundarySpec:
 
 def by_linear(context: Context, boundary: Boundary) -> Drafted:
     """A block whose linear layers are sharded one by one; all else is computed on every rank."""
-    size = context.settings.tensor_size
+    size, why = context.settings.tensor_size, context.problem(boundary)
     contracts: Members = ()
     specs: dict[str, BoundarySpec] = {}
     for member in boundary.members:
@@ -96,6 +98,8 @@ def by_linear(context: Context, boundary: Boundary) -> Drafted:
         elif member.role in ROWWISE and _divides(node, size, 0):
             contract = row_weight(node, member.is_bias)
             specs[node.name] = row_layer(node, boundary.kind or BoundaryKind.MLP)
+        if contract == REPLICATED and not member.is_bias:
+            member = evolve(member, reason=f"{member.reason}; replicated: {why}")
         contracts += ((member, contract),)
     return Drafted(contracts, tuple(specs.values()))
 
