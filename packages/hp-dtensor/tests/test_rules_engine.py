@@ -26,8 +26,8 @@ from hp_dtensor.placements import (
 )
 from hp_dtensor.rules.engine import OperatorError, derive, parse
 from hp_dtensor.rules.recipe import Call, Recipe, Rule
-from hp_dtensor.rules.views import view_pattern
 from hp_dtensor.rules.table import rule_for
+from hp_dtensor.rules.views import view_pattern
 from hp_dtensor.testing import check_rule, layouts, meshes
 from hp_platform.testing import run_ranks
 

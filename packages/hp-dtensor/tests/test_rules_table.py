@@ -312,64 +312,89 @@ def test_cross_entropy_averages_over_the_rows_of_all_ranks(reduction: str) -> No
 
 @pytest.mark.ranks
 def test_writing_into_a_slice_lands_or_is_refused() -> None:
-    """Case 5: a write that would go to a copy is refused, others change the tensor."""
+    """Case 5: a write lands in the tensor, whichever rank holds the part; else it is refused."""
 
     def body() -> None:
         mesh = mesh_of(2)
-        rows = spread(torch.ones(4, 4), Layout(mesh, [Shard(0)], (4, 4)))
-        for write in (
-            lambda: rows[:2].zero_(),
-            lambda: rows[0].zero_(),
-            lambda: rows.__setitem__(slice(0, 2), 0),
-        ):
-            with pytest.raises(OperatorError, match="tp"):
-                write()
+
+        def rows() -> Any:
+            return spread(torch.ones(4, 4), Layout(mesh, [Shard(0)], (4, 4)))
+
+        writes: list[tuple[Callable[[Any], Any], float]] = [
+            (lambda d: d[:2].zero_(), 8),
+            (lambda d: d.narrow(0, 1, 2).zero_(), 8),
+            (lambda d: d.chunk(2)[1].mul_(3), 32),
+            (lambda d: d[1:, :2].fill_(0.0), 10),
+            (lambda d: d[:2].view(-1).zero_(), 8),
+            (lambda d: d.__setitem__(slice(0, 2), 0), 8),
+            (lambda d: d.__setitem__(0, 0), 12),
+            (lambda d: d.__setitem__((slice(1, 4, 2), 3), 5.0), 24),
+            (lambda d: d.__setitem__((slice(None), slice(0, 2)), 0), 8),
+        ]
+        for write, total in writes:
+            tensor = rows()
+            write(tensor)
+            assert tensor.full_tensor().sum() == total
+        for lost in (lambda d: d[0].zero_(), lambda d: d.unbind()[3].view(2, 2).zero_()):
+            tensor = rows()
+            with pytest.raises(OperatorError, match=r"write would be lost.*x\[index\] = value"):
+                lost(tensor)
+            assert tensor.full_tensor().sum() == 16
         pending = spread(torch.ones(4, 4), Layout(mesh, [Partial()], (4, 4)))
         with pytest.raises(OperatorError, match="written in place"):
             pending[:2] = 5  # each rank would have to write its summand
-        rows[:, :2] = 0
-        rows[:, 3].zero_()
-        assert rows.full_tensor().sum() == 4
-        rows[:, 1] = spread(torch.full((4,), 2.0), Layout(mesh, [Shard(0)], (4,)))
-        assert rows.full_tensor().sum() == 12
+        pending[:2] = 0
+        assert pending.full_tensor().sum() == 8
+        tensor = rows()
+        tensor[:, 1] = spread(torch.full((4,), 2.0), Layout(mesh, [Shard(0)], (4,)))
+        assert tensor.full_tensor().sum() == 20
+        tensor[1:3, 1] = spread(torch.tensor([7.0, 9.0]), Layout(mesh, [Replicate()], (2,)))
+        assert tensor.full_tensor()[:, 1].tolist() == [2, 7, 9, 2]
 
     run_ranks(body, 2)
 
 
 @pytest.mark.ranks
 def test_indexing_a_sharded_dim_is_dense_or_an_error_that_names_operator_and_dim() -> None:
-    """Case 6, on every form of it."""
-    dense = torch.arange(32.0).view(4, 8)
-    forms: list[Callable[[Any], Any]] = [
+    """Case 6, on every form of it; where the result is dense, its gradient is, too."""
+    dense = torch.arange(32.0, dtype=torch.float64).view(4, 8)
+    kept: list[Callable[[Any], Any]] = [
         lambda t: t[..., :4],
         lambda t: t[:, 1:4],
         lambda t: t[:, ::3],
         lambda t: t[:, -3:],
         lambda t: t[1],
+        lambda t: t[:, 5],
         lambda t: t.split(3, 1)[2],
         lambda t: t.chunk(3, 1)[1],
         lambda t: torch.cat([t, t], 1),
         lambda t: torch.stack([t, t], 1),
         lambda t: t.narrow(1, 3, 4),
-        lambda t: t.roll(1, 1),
-        lambda t: t.flip(1),
         lambda t: F.pad(t, (1, 1)),
         lambda t: torch.einsum("ij,kj->ik", t, t),
         lambda t: t.repeat_interleave(2, 1),
+        lambda t: t.repeat(2, 3),
+        lambda t: t.cumsum(1),
+        lambda t: t.unbind(1)[6],
+    ]
+    refused: list[Callable[[Any], Any]] = [
+        lambda t: t.roll(1, 1),
+        lambda t: t.flip(1),
+        lambda t: t.sort(1),
     ]
 
-    def body() -> tuple[int, bool]:
+    def body() -> list[str]:
         mesh = mesh_of(2)
-        right, refused = 0, []
-        for form in forms:
-            placed = spread(dense, Layout(mesh, [Shard(1)], (4, 8)))
-            try:
-                found = form(placed)
-            except OperatorError as error:
-                refused.append(str(error))
-                continue
-            torch.testing.assert_close(found.full_tensor(), form(dense))
-            right += 1
-        return right, all("'tp'" in text and "S(1)" in text for text in refused)
+        errors = []
+        for form in kept:
+            agrees(form, [dense], [leaf(dense, Layout(mesh, [Shard(1)], (4, 8)))])
+        for form in refused:
+            with pytest.raises(OperatorError) as error:
+                form(spread(dense, Layout(mesh, [Shard(1)], (4, 8))))
+            errors.append(str(error.value))
+        return errors
 
-    assert run_ranks(body, 2) == [(3, True)] * 2
+    for name, text in zip(("roll", "flip", "sort"), run_ranks(body, 2)[0]):
+        assert text.startswith(name)
+        assert "'tp'" in text
+        assert "S(1)" in text

@@ -30,11 +30,8 @@ Cuts = tuple[tuple[Cut, ...], ...]
 
 def flattened(placements: Sequence[Placement]) -> int:
     """How many leading dims the RaggedShards among `placements` flatten; 0 without one."""
-    return max((len(p.dims) for p in placements if _flattens(p)), default=0)
-
-
-def _flattens(placement: Placement) -> bool:
-    return type(placement) is RaggedShard and placement.dims[0] == 0
+    ragged = [p.dims for p in placements if type(p) is RaggedShard]
+    return max((len(dims) for dims in ragged if dims[0] == 0), default=0)
 
 
 def ordered_cuts(

@@ -217,6 +217,18 @@ def compile_step(step: Step, part: RankStep, axis: MeshAxis) -> Run:
     return exchange
 
 
+def _reduce_complex(
+    step: Step, part: RankStep, packed: Tensor, axis: MeshAxis, origin: Origin
+) -> Tensor:
+    """Sums of real and imaginary parts: backends reduce no complex numbers."""
+    parts = torch.view_as_real(packed.resolve_conj())
+    if part.kind is Kind.ALL_REDUCE:
+        all_reduce(parts, axis, op=step.reduction, origin=origin).wait()
+        return packed
+    handle = reduce_scatter(parts, axis, sizes=part.send_sizes, op=step.reduction, origin=origin)
+    return part.unpack(torch.view_as_complex(handle.wait()))
+
+
 def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:
     """Performs a step on the list of all ranks' local tensors, in rank order."""
     from hp_platform.testing.simulator import Simulator

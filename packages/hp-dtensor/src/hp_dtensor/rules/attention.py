@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from hp_dtensor.rules.engine import derive, parse
+from hp_dtensor.rules.own_part import of_nothing
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 
 
@@ -39,7 +43,16 @@ def _attention(call: Call) -> Recipe:
     pattern = parse(text.format(mask=mask if len(call.operands) == 4 else ""), linear=False)
     names = ("query", "key", "value", "attn_mask")
     derivation = derive(call.operator, pattern, call.layouts, sizes=sizes, names=names)
-    return Recipe(derivation.operands, derivation.outputs[0])
+    output = derivation.outputs[0]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if tensors[0].numel() == 0:
+            return of_nothing((*tensors[0].shape[:-1], tensors[2].shape[-1]), *tensors)
+        found: Tensor = func(*args, **kwargs)
+        return found
+
+    return Recipe(derivation.operands, output, None if output.is_even else run)
 
 
 def _mask_of_groups(call: Call, rows: str) -> str:

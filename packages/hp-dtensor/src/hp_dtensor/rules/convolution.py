@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from hp_dtensor.rules.engine import derive, parse
+from hp_dtensor.rules.own_part import of_nothing, own_shape
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 
 _PARAMETERS = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -94,7 +94,8 @@ def _convolution(call: Call, *, ndim: int, transposed: bool = False) -> Recipe:
         here = local.shape[-1 - ndim]
         filters: Tensor = given["weight"]
         if here == 0 or filters.shape[0] == 0:
-            return _empty(local, filters, derivation.outputs[0].local_shape())
+            tensors = [value for value in given.values() if isinstance(value, Tensor)]
+            return of_nothing(own_shape(derivation.outputs[0]), *tensors)
         given["groups"] = here // (filters.shape[0] // groups if transposed else filters.shape[1])
         if transposed:
             given["groups"] = max(here * groups // shape[-1 - ndim], 1)
@@ -115,10 +116,6 @@ def _without_ones(text: str, sizes: Mapping[str, int]) -> str:
     if sizes["o"] == 1 and sizes["g"] > 1:
         text = text.replace("(g o)", "g").replace(" o [k", " 1 [k")
     return text
-
-
-def _empty(local: Tensor, filters: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return local.new_zeros(shape) + (local.sum() + filters.sum())
 
 
 def _pool(call: Call, *, ndim: int) -> Recipe:
@@ -155,7 +152,15 @@ def _windows(call: Call, ndim: int, lengths: list[int]) -> Recipe:
         [call.input.layout],
         sizes={f"m{i}": n for i, n in enumerate(lengths)},
     )
-    return Recipe(derivation.operands, derivation.outputs[0])
+    output = derivation.outputs[0]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        if args[0].numel() == 0:
+            return of_nothing(own_shape(output), args[0])
+        found: Tensor = func(*args, **kwargs)
+        return found
+
+    return Recipe(derivation.operands, output, None if output.is_even else run)
 
 
 def rules() -> Mapping[str, Rule]:
@@ -174,6 +179,3 @@ def rules() -> Mapping[str, Rule]:
             name = f"adaptive_{kind}_pool{ndim}d"
             found[name] = Rule(name, partial(_adaptive, ndim=ndim), ("input", "output_size"))
     return found
-
-
-_ = F

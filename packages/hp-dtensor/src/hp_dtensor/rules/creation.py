@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Partial, Replicate
@@ -42,7 +41,7 @@ def rules() -> Mapping[str, Rule]:
     for name in ("new_zeros", "new_ones", "new_empty"):
         found[name] = Rule(name, _new, ("input", "*size"))
     found["new_full"] = Rule("new_full", _new, ("input", "size", "fill_value"))
-    found["new_tensor"] = Rule("new_tensor", _new_tensor, ("input", "data"))
+    found["new_tensor"] = Rule("new_tensor", _new_tensor, ("input", "data"), refuses=True)
     for name in words(
         """
     rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_ random_ exponential_
@@ -52,8 +51,5 @@ def rules() -> Mapping[str, Rule]:
     fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
     """
     ):
-        found[name] = Rule(name, no_generator, ("*all",))
+        found[name] = Rule(name, no_generator, ("*all",), refuses=True)
     return found
-
-
-_ = partial

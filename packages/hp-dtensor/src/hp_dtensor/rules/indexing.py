@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hp_dtensor.layout import Layout
 from hp_dtensor.rules.dims import letters, one_dim
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.lookups import OwnDim, landed, looked_up, with_slots
+from hp_dtensor.rules.own_part import own_indices
 from hp_dtensor.rules.parts import Selection
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
+from hp_dtensor.rules.reduction import everything
 from hp_dtensor.rules.slicing import along, parsed, take_parts, write_part
 
 # -- what an index holds ---------------------------------------------------------------------------
@@ -105,7 +109,7 @@ def _tensor_dims(call: Call, items: Sequence[Any]) -> tuple[dict[int, Operand], 
 
 
 def _slices_first(tensor: Any, index: Any) -> Any:
-    """Slices, integers and None by themselves, then the tensors among the indices, as torch does."""
+    """Slices, integers and None by themselves, then the tensors, as torch does."""
     items = list(index)
     if not any(item is Ellipsis for item in items):
         items.append(Ellipsis)
@@ -181,7 +185,7 @@ def _tensor_split(call: Call) -> Recipe:
         short, longer = divmod(size, given)
         return _pieces(call, [short + 1] * longer + [short] * (given - longer), dim)
     bounds = [0, *(min(max(i + size if i < 0 else i, 0), size) for i in given), size]
-    return _pieces(call, [max(b - a, 0) for a, b in zip(bounds, bounds[1:])], dim)
+    return _pieces(call, [max(b - a, 0) for a, b in pairwise(bounds)], dim)
 
 
 def _split_along(call: Call, *, dim: int) -> Recipe:
@@ -210,6 +214,40 @@ def _diagonal_needs_whole(call: Call) -> Recipe:
     right = " ".join([*(n for i, n in enumerate(names) if i not in (first, second)), "[g]"])
     made = derive(
         call.operator, parse(f"{left} -> {right}"), [call.input.layout], sizes={"g": length}
+    )
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _trace(call: Call) -> Recipe:
+    """Each rank adds up those diagonal elements that it holds."""
+    layout = call.input.layout
+    made = derive(call.operator, parse("i j -> i j"), [layout])
+    source = made.operands[0]
+    same = own_indices(source, 0)[:, None] == own_indices(source, 1)[None, :]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        kept = args[0].masked_fill(~same.to(args[0].device), 0)
+        found: Tensor = kept.sum()
+        return found
+
+    return Recipe((source,), everything(source), run)
+
+
+def _unfold(call: Call) -> Recipe | None:
+    """Windows over a whole dim. `F.unfold`, of images, is another function."""
+    if "step" not in call.arguments:
+        return None
+    names = letters(len(call.input.shape))
+    dim = one_dim(call)
+    size, step = call.get("size"), call.get("step")
+    count = (call.input.shape[dim] - size) // step + 1
+    left = " ".join(f"[{name}]" if i == dim else name for i, name in enumerate(names))
+    right = " ".join("[n]" if i == dim else name for i, name in enumerate(names))
+    made = derive(
+        call.operator,
+        parse(f"{left} -> {right} [s]"),
+        [call.input.layout],
+        sizes={"n": count, "s": size},
     )
     return Recipe(made.operands, made.outputs[0])
 
@@ -257,7 +295,8 @@ def _write_masked(call: Call, mask: Operand, value: Any) -> Recipe:
         result: Tensor = local.masked_fill_(aligned, args[2])
         return result
 
-    return Recipe((None, *derivation.operands[1:]), derivation.outputs[0], run)
+    first, *rest = derivation.operands
+    return Recipe((_target(call, first), *rest), derivation.outputs[0], run)
 
 
 def _write_at(
@@ -272,16 +311,22 @@ def _write_at(
     before = 0 if front else sum(1 for i in range(min(at)) if i not in at)
     out = [*kept[:before], *new, *kept[before:]]
     factors = [" ".join(new[ndim - len(index.shape) :]) for index in at.values()]
-    layouts = [target, *(index.layout for index in at.values())]
+    layouts = [index.layout for index in at.values()]
     if isinstance(value, Operand):
-        factors.append(" ".join(out[len(out) - len(value.shape) :] if value.shape else []))
-        layouts.append(value.layout)
+        # The first factor: where one term is a summand, it is the value that becomes one.
+        factors.insert(0, " ".join(out[len(out) - len(value.shape) :] if value.shape else []))
+        layouts.insert(0, value.layout)
     joined = " ".join(names)
     derivation = derive(
         call.operator,
-        parse(f"{joined} + {', '.join(factors)} -> {joined}", linear=accumulate),
-        layouts,
+        parse(
+            f"{joined} + {', '.join(factors)} -> {joined}",
+            linear=accumulate and isinstance(value, Operand),
+        ),
+        [target, *layouts],
     )
+    first, *rest = derivation.operands
+    operands = [first, *rest[1:], rest[0]] if isinstance(value, Operand) else [first, *rest]
     owns = {dim: OwnDim(derivation.operands[0], dim, wraps=True) for dim in at}
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -298,7 +343,13 @@ def _write_at(
         wrote = padded.index_put(full, _in_order(given, steps, shape, before, ndim), accumulate)
         return landed(local, wrote, owns, call.inplace)
 
-    return Recipe((None, *derivation.operands[1:]), derivation.outputs[0], run)
+    return Recipe((_target(call, first), *operands[1:]), derivation.outputs[0], run)
+
+
+def _target(call: Call, needed: Layout) -> Layout | None:
+    """What is written in place stays the object it is, whatever is declared of its gradient."""
+    same = needed.placements == call.input.layout.placements
+    return None if call.inplace and same else needed
 
 
 def _flat(index: Any) -> list[Any]:
@@ -367,7 +418,10 @@ def _slice_scatter(
     return made
 
 
-_COPIES_WITH_PART = {"select_scatter": _select_scatter, "slice_scatter": _slice_scatter}
+_COPIES_WITH_PART: Mapping[str, Callable[..., Any]] = {
+    "select_scatter": _select_scatter,
+    "slice_scatter": _slice_scatter,
+}
 
 
 def rules() -> Mapping[str, Rule]:
@@ -384,8 +438,12 @@ def rules() -> Mapping[str, Rule]:
             "diagonal", _diagonal_needs_whole, ("input", "offset", "dim1", "dim2"), views=True
         ),
     }
-    for name in ("split", "split_with_sizes"):
+    for name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"):
         found[name] = Rule(name, _split, ("input", "split_size", "dim"), views=True)
+    found["unsafe_chunk"] = Rule("unsafe_chunk", _chunk, ("input", "chunks", "dim"))
+    found["narrow_copy"] = Rule("narrow_copy", _narrow, ("input", "dim", "start", "length"))
+    found["trace"] = Rule("trace", _trace, ("input",))
+    found["unfold"] = Rule("unfold", _unfold, ("input", "dim", "size", "step"), views=True)
     found["tensor_split"] = Rule(
         "tensor_split", _tensor_split, ("input", "indices_or_sections", "dim"), views=True
     )

@@ -6,10 +6,8 @@ own parts, and the result is cut in sections, one per tensor (`SectionedShard`).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import (
-    Partial,
     Placement,
     RaggedShard,
     Replicate,
@@ -26,7 +23,6 @@ from hp_dtensor.placements import (
     Shard,
     StridedShard,
     describe,
-    is_sharding,
     sharded_dims,
 )
 from hp_dtensor.rules.dims import bracketed, dims_of, letters, one_dim
@@ -323,33 +319,6 @@ def _triangle(call: Call) -> Recipe:
     return Recipe(recipe.operands, recipe.outputs, run)
 
 
-# -- combinations ----------------------------------------------------------------------------------
-
-
-def _meshgrid(call: Call) -> Recipe:
-    """The first two grid dims are exchanged for `indexing="xy"`."""
-    tensors = call.get("tensors")
-    order = list(range(len(tensors)))
-    if call.get("indexing") == "xy" and len(order) > 1:
-        order[0], order[1] = 1, 0
-    names = [f"g{i}" for i in range(len(tensors))]
-    out = " ".join(names[i] for i in order)
-    outputs = []
-    operands = []
-    for i, tensor in enumerate(tensors):
-        text = names[i] if tensor.shape else ""
-        sizes = {n: (t.shape[0] if t.shape else 1) for n, t in zip(names, tensors)}
-        made = derive(call.operator, parse(f"{text} -> {out}"), [tensor.layout], sizes=sizes)
-        operands.append(made.operands[0])
-        outputs.append(made.outputs[0])
-    if any(is_sharding(p) or isinstance(p, Partial) for o in operands for p in o.placements):
-        raise call.error(
-            "a grid of sharded tensors would have to be cut alike in every part",
-            "redistribute the tensors to Replicate() first",
-        )
-    return Recipe(tuple(operands), outputs)
-
-
 def rules() -> Mapping[str, Rule]:
     found: dict[str, Rule] = {}
     for name in ("cat", "concat", "concatenate"):
@@ -363,14 +332,11 @@ def rules() -> Mapping[str, Rule]:
         "repeat_interleave", _repeat_interleave, ("input", "repeats", "dim")
     )
     found["pad"] = Rule("pad", _pad, ("input", "pad", "mode", "value"))
+    found["constant_pad_nd"] = Rule("constant_pad_nd", _pad, ("input", "pad", "value"))
     for name in ("flip", "fliplr", "flipud"):
         found[name] = Rule(name, _flip, ("input", "*dims"))
     found["rot90"] = Rule("rot90", _rot90, ("input", "k", "dims"))
     found["roll"] = Rule("roll", _roll, ("input", "shifts", "dims"))
     for name in ("tril", "triu"):
         found[name] = Rule(name, _triangle, ("input", "diagonal"))
-    found["meshgrid"] = Rule("meshgrid", _meshgrid, ("*tensors",))
     return found
-
-
-_ = (itertools, partial)

@@ -230,13 +230,20 @@ def _add_at(call: Call, *, source_name: str, linear: bool) -> Recipe:
     index, target = call.get("index").layout, call.input.layout
     if isinstance(source, Operand):
         moved = " ".join(rows) if source.shape else ""
-        text = f"{' '.join(names)} + k{dim}, {moved} -> {' '.join(names)}"
-        layouts = [target, index, source.layout]
+        # The source is the first factor: where one term is a summand, it is what becomes one.
+        text = f"{' '.join(names)} + {moved}, k{dim} -> {' '.join(names)}"
+        layouts = [target, source.layout, index]
     else:
         text = f"{' '.join(names)} + k{dim} -> {' '.join(names)}"
         layouts = [target, index]
     derivation = derive(call.operator, parse(text, linear=linear), layouts)
-    return _written_at(call, derivation.operands, derivation.outputs[0], {dim: 0})
+    operands = _as_given(call, derivation.operands)
+    return _written_at(call, operands, derivation.outputs[0], {dim: 0})
+
+
+def _as_given(call: Call, operands: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Target, source, index in the order target, index, source of the call."""
+    return operands if len(operands) < 3 else (operands[0], operands[2], operands[1])
 
 
 def _scatter(call: Call, *, linear: bool) -> Recipe:
@@ -260,12 +267,17 @@ def _scatter(call: Call, *, linear: bool) -> Recipe:
             f"the source has shape {source.shape}, the index {index.shape}", "narrow the source"
         )
     linear = linear and call.get("reduce") is None
+    layouts = call.layouts
+    if len(parts) == 2:  # the source first, as above
+        parts.reverse()
+        layouts = [layouts[0], layouts[2], layouts[1]]
     derivation = derive(
         call.operator,
         parse(f"{' '.join(names)} + {', '.join(parts)} -> {' '.join(names)}", linear=linear),
-        call.layouts,
+        layouts,
     )
-    return _written_at(call, derivation.operands, derivation.outputs[0], {dim: 0})
+    operands = _as_given(call, derivation.operands)
+    return _written_at(call, operands, derivation.outputs[0], {dim: 0})
 
 
 def _written_at(

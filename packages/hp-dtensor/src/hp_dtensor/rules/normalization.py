@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +38,8 @@ def _normalize(call: Call, *, composite: Callable[..., Any]) -> Recipe:
 
 def _operand_names(call: Call) -> list[str]:
     names = [name for name in _NAMES if isinstance(call.get(name), Operand)]
-    return names if len(names) == len(call.operands) else [f"operand {i}" for i, _ in enumerate(call.operands)]  # fmt: skip
+    count = len(call.operands)
+    return names if len(names) == count else [f"operand {i}" for i in range(count)]
 
 
 def _precise(input: Any) -> Any:
@@ -103,7 +104,7 @@ def _group_norm(call: Call) -> Recipe:
         given["num_groups"] = given["input"].shape[1] // sizes["c"]
         if given["num_groups"] == 0:
             parts: list[Tensor] = [given[n] for n in _NAMES if isinstance(given.get(n), Tensor)]
-            return given["input"] + math.fsum([]) * sum(part.sum() for part in parts)
+            return given["input"] + sum(part.sum() for part in parts)
         found: Tensor = func(**given)
         return found
 
@@ -135,8 +136,6 @@ def _batch_norm(call: Call) -> Recipe:
 
 
 def rules() -> Mapping[str, Rule]:
-    from functools import partial
-
     running = ("input", "running_mean", "running_var", "weight", "bias")
     return {
         "layer_norm": Rule(

@@ -134,6 +134,8 @@ def _unsqueezed(value: Tensor, dims: tuple[int, ...]) -> Tensor:
 def _of_everything(call: Call, needed: Layout, order: float) -> Recipe:
     if not any(is_sharding(p) for p in needed.placements):
         return Recipe((needed,), _scalar(needed))
+    # The norm's gradient is the same on all ranks, so a replicated input's must be, too.
+    needed = needed.with_placements(needed.placements)
     source, target = norm_layouts(needed, order)
     transition = Transition.compile(source, target)
     dtype = call.get("dtype")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from hp_dtensor.layout import Layout
@@ -22,3 +24,16 @@ def own_shape(layout: Layout) -> tuple[int, ...]:
 def own_indices(layout: Layout, dim: int) -> Tensor:
     """Global indices along `dim` of the local tensor, ascending: 1-D int64."""
     return layout.dim_indices(dim, own_coordinate(layout))
+
+
+def of_nothing(shape: Sequence[int], *operands: Tensor) -> Tensor:
+    """Zeros of a shape (without elements) where a kernel would not take empty operands.
+
+    They depend on the operands: a rank whose part is empty must take part in the backward
+    collectives of the others.
+    """
+    total = operands[0].new_zeros(tuple(shape))
+    for operand in operands:
+        if operand.is_floating_point() or operand.is_complex():
+            total = total + operand.sum().to(total.dtype)
+    return total

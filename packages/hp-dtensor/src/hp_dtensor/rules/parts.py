@@ -147,7 +147,7 @@ def _shares(axis: int, axes: Sequence[int], counts: dict[tuple[int, ...], int]) 
     size = 1 + max(coord[axis] for coord in counts)
     inner = axes.index(axis)
     totals = [0] * size
-    fixed = {other for other in axes[:inner]}
+    fixed = set(axes[:inner])
     seen = set()
     for coord, count in counts.items():
         key = tuple(coord[other] for other in axes)

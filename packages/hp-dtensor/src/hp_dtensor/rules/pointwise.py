@@ -17,8 +17,8 @@ from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 # What a value of 0 stays, and a sum of summands goes through: linear in the operand.
 LINEAR = words(
     """
-    neg negative positive clone contiguous detach deg2rad rad2deg conj resolve_conj resolve_neg
-    zero_
+    neg negative positive clone contiguous detach deg2rad rad2deg conj conj_physical resolve_conj
+    resolve_neg zero_ real imag
     """
 )
 
@@ -36,7 +36,17 @@ NONLINEAR = words(
     bitwise_left_shift bitwise_right_shift floor_divide fill_ __rpow__
     __floordiv__ __rfloordiv__ __rmod__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __invert__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__ __ipow__
-    __iand__ __ior__ __ixor__ __ifloordiv__ __imod__
+    __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ __rlshift__ __rrshift__ __rshift__
+    __ilshift__ __irshift__ bitwise_right_shift
+    angle arccos arccosh arcsin arcsinh arctan arctan2 arctanh hardshrink softshrink heaviside
+    gcd lcm igamma igammac isreal mvlgamma polygamma erfcx entr expit gammaln gammainc
+    gammaincc i0e i1 i1e log_ndtr ndtr ndtri psi xlog1py zeta bessel_j0 bessel_j1 bessel_y0
+    bessel_y1 airy_ai spherical_bessel_j0 modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+    modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 multigammaln
+    chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+    hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+    shifted_chebyshev_polynomial_w polar
     """
 )
 
@@ -49,6 +59,10 @@ _CASTS = {
     "long": torch.int64,
     "short": torch.int16,
     "bool": torch.bool,
+    "byte": torch.uint8,
+    "char": torch.int8,
+    "cfloat": torch.complex64,
+    "cdouble": torch.complex128,
 }
 
 
@@ -89,6 +103,13 @@ def _identical(call: Call, layouts: list[Layout]) -> Recipe:
         for layout in layouts
     ]
     return Recipe(tuple(needed), first)
+
+
+def _where(call: Call) -> Recipe | None:
+    """With the condition alone it lists positions, whose number depends on values."""
+    if "other" not in call.arguments:
+        return None
+    return pointwise(call, linear=False)
 
 
 def _additive(call: Call) -> Recipe:
@@ -152,6 +173,82 @@ def _copy(call: Call) -> Recipe:
     return pointwise(call, linear=False)
 
 
+def _frexp(call: Call) -> Recipe:
+    each = pointwise(call, linear=False)
+    return Recipe(each.operands, [each.outputs, each.outputs])
+
+
+def _as_real(call: Call) -> Recipe:
+    """Real and imaginary part as a new last dim of two."""
+    made = derive(call.operator, parse("... -> ... [two]"), [call.input.layout], sizes={"two": 2})
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _as_complex(call: Call) -> Recipe:
+    made = derive(call.operator, parse("... [two] -> ..."), [call.input.layout])
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _equal(input: Any, other: Any) -> bool:
+    return input.shape == other.shape and bool((input == other).all())
+
+
+def _allclose(
+    input: Any, other: Any, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False
+) -> bool:
+    return bool(torch.isclose(input, other, rtol=rtol, atol=atol, equal_nan=equal_nan).all())
+
+
+def _contains(input: Any, value: Any) -> bool:
+    return bool((input == value).any())
+
+
+_ANSWERS = {"equal": _equal, "allclose": _allclose, "__contains__": _contains}
+
+
+def _answer(call: Call) -> Recipe:
+    """A truth about the whole tensors, the same on every rank, which all must ask for."""
+    return Recipe(None, None, composite=_ANSWERS[call.operator])
+
+
+def _isin(call: Call) -> Recipe:
+    """The elements looked for are whole on every rank."""
+    elements, wanted = call.get("elements"), call.get("test_elements")
+    if not isinstance(elements, Operand):
+        raise call.error("the elements must be a DTensor", "wrap them")
+    text = "..."
+    if isinstance(wanted, Operand):
+        text += ", " + " ".join(f"[w{i}]" for i in range(len(wanted.shape)))
+    made = derive(call.operator, parse(f"{text} -> ...", linear=False), call.layouts)
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _bucketize(call: Call) -> Recipe:
+    """The boundaries are whole on every rank."""
+    made = derive(call.operator, parse("..., [b] -> ...", linear=False), call.layouts)
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _prelu(call: Call) -> Recipe:
+    """A slope per channel, or one for all."""
+    ndim = len(call.input.shape)
+    names = [f"d{i}" for i in range(ndim)]
+    slopes = call.get("weight").shape
+    weight = "" if not slopes else ("1" if slopes == (1,) else names[min(1, ndim - 1)])
+    text = f"{' '.join(names)}, {weight} -> {' '.join(names)}"
+    made = derive(call.operator, parse(text, linear=False), call.layouts)
+    return Recipe(made.operands, made.outputs[0])
+
+
+def _broadcast(call: Call) -> Recipe:
+    def expand(*tensors: Any) -> Any:
+        given = tensors[0] if isinstance(tensors[0], tuple | list) else tensors
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in given))
+        return tuple(tensor.expand(shape) for tensor in given)
+
+    return Recipe(None, None, composite=expand)
+
+
 def _dropout(call: Call) -> Recipe:
     training = call.get("training", call.get("train", True))
     if training and call.get("p", 0.5) > 0:
@@ -177,12 +274,27 @@ def rules() -> Mapping[str, Rule]:
             name, partial(_ragged_or, rule=partial(pointwise, linear=True)), ("input",)
         )
     for name in NONLINEAR:
-        found[name] = Rule(name, partial(pointwise, linear=False), (*two, "fourth"))
+        found[name] = Rule(name, partial(pointwise, linear=False), (*two, "fourth", "fifth"))
+    found["where"] = Rule("where", _where, (*two, "fourth"))
+    found["complex"] = Rule("complex", _additive, ("input", "other"))
+    for name, parameters in (("polygamma", ("n", "input")),):
+        found[name] = Rule(name, partial(pointwise, linear=False), parameters)
+    for name in ("frexp",):
+        found[name] = Rule(name, _frexp, ("input",))
+    found["view_as_real"] = Rule("view_as_real", _as_real, ("input",), views=True)
+    found["view_as_complex"] = Rule("view_as_complex", _as_complex, ("input",), views=True)
+    for name in ("equal", "allclose", "__contains__"):
+        found[name] = Rule(name, _answer, (*two, "fourth", "equal_nan"))
+    found["isin"] = Rule("isin", _isin, ("elements", "test_elements"))
+    for name in ("bucketize",):
+        found[name] = Rule(name, _bucketize, ("input", "boundaries"))
+    found["prelu"] = Rule("prelu", _prelu, ("input", "weight"))
+    found["broadcast_tensors"] = Rule("broadcast_tensors", _broadcast, ("*tensors",))
     for name in ("add", "sub", "subtract", "rsub", "__rsub__", "__radd__", "__iadd__", "__isub__"):
         found[name] = Rule(name, _additive, two)
     for name in ("mul", "multiply", "__rmul__", "__imul__"):
         found[name] = Rule(name, partial(pointwise, linear=True), two)
-    for name in ("div", "divide", "true_divide", "__itruediv__", "__idiv__"):
+    for name in ("div", "divide", "true_divide", "__truediv__", "__itruediv__", "__idiv__"):
         found[name] = Rule(name, _divide, two)
     for name in ("__rdiv__", "__rtruediv__"):
         found[name] = Rule(name, _reverse_divide, two)
@@ -191,6 +303,6 @@ def rules() -> Mapping[str, Rule]:
             name, partial(_ragged_or, rule=_cast), ("input", "dtype", "other", "third", "fourth")
         )
     found["copy_"] = Rule("copy_", _copy, ("input", "other", "non_blocking"))
-    for name in ("dropout", "dropout1d", "dropout2d", "alpha_dropout", "feature_dropout"):
+    for name in words("dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout"):
         found[name] = Rule(name, _dropout, ("input", "p", "training", "inplace"))
     return found

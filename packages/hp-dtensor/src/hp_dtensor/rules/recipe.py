@@ -62,12 +62,14 @@ class Rule:
             cover the arguments, which are then treated as having no rule.
         parameters: names of positional arguments; `*name` collects the rest.
         views: the result shares the input's memory, so that writing into it must land there.
+        refuses: the rule only says why the operator cannot be had, and what to use.
     """
 
     name: str
     derive: Callable[[Call], Recipe | None]
     parameters: tuple[str, ...] = ("input",)
     views: bool = False
+    refuses: bool = False
 
 
 @frozen

@@ -33,8 +33,9 @@ def _cumsum(call: Call) -> Recipe:
     if layout.flat_dims > 1:
         return reordered(call, (dim,))
     recipe = reordered(call, ())
-    assert recipe.operands is not None and recipe.operands[0] is not None
+    assert recipe.operands is not None
     needed = recipe.operands[0]
+    assert needed is not None
     totals = _totals(needed, dim, axis)
     place = own_coordinate(needed)[axis]
     dtype = call.get("dtype")

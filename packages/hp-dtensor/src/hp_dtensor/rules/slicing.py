@@ -309,7 +309,8 @@ def _value_layout(part: Part, value: Layout) -> tuple[Layout, list[tuple[int, Te
         else:
             result = part.dims[dim].result
             if result is None:
-                result = own_positions(target, dim, Selection(target.shape[dim], 0, target.shape[dim]))[1]  # fmt: skip
+                size = target.shape[dim]
+                result = own_positions(target, dim, Selection(size, 0, size))[1]
             by_hand.append((at, result))
     return value.with_placements(placements, grads), by_hand
 

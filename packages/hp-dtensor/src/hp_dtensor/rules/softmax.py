@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hp_dtensor.rules.along import axes_cutting
 from hp_dtensor.rules.dims import checked_dim, dims_of, letters
@@ -229,6 +228,3 @@ def rules() -> Mapping[str, Rule]:
     )
     found["nll_loss"] = Rule("nll_loss", partial(_loss, composite=nll_loss), loss)
     return found
-
-
-_ = Tensor

@@ -55,13 +55,36 @@ FAMILIES = (
 SPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.linalg, torch.special, torch.nn.init)
 
 
+# Functions that share a rule's name and not its arguments: internal forms whose operands are in
+# another order, conversions to Python numbers, and F.unfold, which cuts images into patches.
+NOT_MEANT: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.embedding,
+        torch.batch_norm,
+        torch.instance_norm,
+        torch.poisson_nll_loss,
+        torch.kl_div,
+        torch.binary_cross_entropy_with_logits,
+        torch.hinge_embedding_loss,
+        F.unfold,
+        torch.Tensor.__complex__,
+        torch.Tensor.__float__,
+        torch.Tensor.__int__,
+        torch.Tensor.__bool__,
+        torch.Tensor.__long__,
+    }
+)
+
+
 def functions_named(name: str) -> Iterator[Callable[..., Any]]:
     """Every function of this name: in torch, as a method, in torch.nn.functional, in place."""
     names = [name] if name.endswith("_") else [name, f"{name}_", f"__{name}__", f"__i{name}__"]
     for space in SPACES:
         for each in names:
+            if each.startswith("__") and space is not torch.Tensor:
+                continue  # of the module itself
             found = getattr(space, each, None)
-            if callable(found):
+            if callable(found) and found not in NOT_MEANT:
                 yield found
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hp_dtensor.rules.dims import dims_of, letters
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.own_part import own_shape
-from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
+from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 
 
 def _single(call: Call, text: str, sizes: Mapping[str, int] | None = None) -> Recipe:
@@ -286,10 +286,22 @@ def _expand_as(call: Call) -> Recipe:
     return _expand(Call(call.operator, call.operands, arguments))
 
 
+def _changes_shape(call: Call) -> Recipe:
+    raise call.error(
+        "it would change the shape of the DTensor itself, which its layout fixes",
+        "use the function that returns a new tensor",
+    )
+
+
 def rules() -> Mapping[str, Rule]:
     size = ("input", "*size")
     dim = ("input", "dim")
     found: dict[str, Rule] = {}
+    # Before the functions of which these are the forms in place.
+    for name in words(
+        "squeeze_ unsqueeze_ transpose_ swapaxes_ swapdims_ t_ resize_ resize_as_ set_ as_strided_"
+    ):
+        found[name] = Rule(name, _changes_shape, ("*all",), refuses=True)
 
     def view(
         name: str, derive: Callable[[Call], Recipe | None], parameters: tuple[str, ...]

@@ -22,7 +22,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Placement, is_partial
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.testing.group import from_everyone
-from hp_dtensor.testing.lockstep import LockstepMesh, StoppedError
+from hp_dtensor.testing.lockstep import LockstepMesh, was_stopped
 from hp_dtensor.testing.strategies import spread
 from hp_platform import Origin
 
@@ -47,6 +47,7 @@ class DenseCall:
         outputs: the result, flattened; tensors and plain values.
         seeds: gradient of each output; None where it has none.
         gradients: by position of `tensors`; None where there is none.
+        differentiates: gradients are compared too.
     """
 
     function: Callable[..., Any]
@@ -56,13 +57,17 @@ class DenseCall:
     outputs: tuple[Any, ...]
     seeds: tuple[Tensor | None, ...]
     gradients: tuple[Tensor | None, ...]
+    differentiates: bool = True
 
     @classmethod
-    def of(cls, function: Callable[..., Any], example: Sequence[Any]) -> DenseCall:
+    def of(
+        cls, function: Callable[..., Any], example: Sequence[Any], *, gradients: bool = True
+    ) -> DenseCall:
+        """Makes the call; without `gradients` only forward, for what has no derivative."""
         leaves, structure = pytree.tree_flatten(tuple(example))
         tensors = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
         sources = [
-            leaf.detach().clone().requires_grad_(_has_gradient(leaf))
+            leaf.detach().clone().requires_grad_(gradients and _has_gradient(leaf))
             if isinstance(leaf, Tensor)
             else leaf
             for leaf in leaves
@@ -83,14 +88,18 @@ class DenseCall:
             tuple(each.detach() if isinstance(each, Tensor) else each for each in outputs),
             seeds,
             tuple(sources[i].grad for i in tensors),
+            gradients,
         )
 
     def on(self, layouts: Sequence[Layout]) -> list[DTensor]:
         """The example's tensors laid out; those of floating point require a gradient."""
         return [
-            placed(self.leaves[i], layout).requires_grad_(_has_gradient(self.leaves[i]))
+            placed(self.leaves[i], layout).requires_grad_(self.has_gradient(self.leaves[i]))
             for i, layout in zip(self.tensors, layouts)
         ]
+
+    def has_gradient(self, tensor: Tensor) -> bool:
+        return self.differentiates and _has_gradient(tensor)
 
     def compare(
         self,
@@ -140,9 +149,9 @@ def _outcome(stage: Callable[[], None]) -> Refused | str | None:
         return Refused(str(error))
     except AssertionError as error:
         return str(error)
-    except StoppedError:
-        raise
     except Exception as error:
+        if was_stopped(error):
+            raise
         return f"neither a result nor an OperatorError, but {type(error).__name__}: {error}"
     return None
 

@@ -126,7 +126,7 @@ class LockstepGroup(dist.ProcessGroup):
     """One rank's end of a group of threads; what `hp_platform.collectives` calls."""
 
     def __init__(self, rank: int, size: int, meeting: _Meeting) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self.own, self.meeting = rank, meeting
 
     def allreduce(self, tensors: list[Tensor], options: Any) -> _Done:  # type: ignore[override]
@@ -160,8 +160,8 @@ class LockstepGroup(dist.ProcessGroup):
         return _Done()
 
     # PyTorch 2.13 has new names for the two single-tensor forms.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def alltoall_base(  # type: ignore[override]
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, options: Any
@@ -205,7 +205,7 @@ class LockstepMesh(DeviceMesh):
         return self._sizes
 
     @property
-    def mesh_dim_names(self) -> tuple[str, ...]:  # type: ignore[override]
+    def mesh_dim_names(self) -> tuple[str, ...]:
         return self._names
 
     @property
@@ -213,13 +213,13 @@ class LockstepMesh(DeviceMesh):
         return self.ranks
 
     @property
-    def device_type(self) -> str:  # type: ignore[override]
+    def device_type(self) -> str:
         return "cpu"
 
     def size(self, mesh_dim: int | None = None) -> int:
         return math.prod(self._sizes) if mesh_dim is None else self._sizes[mesh_dim]
 
-    def get_coordinate(self) -> tuple[int, ...]:  # type: ignore[override]
+    def get_coordinate(self) -> tuple[int, ...]:
         return self._place
 
 
@@ -279,11 +279,11 @@ def run_lockstep(body: Callable[[LockstepMesh], T], mesh: dict[str, int]) -> lis
         thread.join()
     raised = [error for error in errors if error is not None]
     if raised:
-        raise ([error for error in raised if not _was_stopped(error)] or raised)[0]
+        raise ([error for error in raised if not was_stopped(error)] or raised)[0]
     return results
 
 
-def _was_stopped(error: BaseException | None) -> bool:
+def was_stopped(error: BaseException | None) -> bool:
     """Whether a rank raised only because another one did."""
     while error is not None:
         if isinstance(error, StoppedError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -23,12 +24,15 @@ from hp_dtensor.placements import (
     SectionedShard,
     Shard,
     StridedShard,
+    is_partial,
+    sharded_dims,
 )
+from hp_dtensor.rules.parts import moved
 from hp_dtensor.testing.dense_comparison import DenseCall, Refused
 from hp_dtensor.testing.lockstep import LockstepMesh, run_lockstep
 from hp_dtensor.testing.strategies import spread
 
-__all__ = ["check_simulated", "compare_simulated", "drawn_choices"]
+__all__ = ["check_simulated", "compare_simulated", "drawn_choices", "drawn_column", "placed_on"]
 
 Choice = tuple[Placement, Placement]
 
@@ -56,7 +60,7 @@ def compare_simulated(
         found = []
         for layouts, locals_ in zip(combinations, parts):
             operands = [
-                _placed(own, layout, every[own.own_rank], value)
+                placed_on(own, layout, every[own.own_rank], call.has_gradient(value))
                 for layout, every, value in zip(layouts, locals_, values)
             ]
             try:
@@ -76,9 +80,8 @@ def compare_simulated(
     return everyone[0]
 
 
-def _placed(mesh: LockstepMesh, layout: Layout, local: Tensor, value: Tensor) -> DTensor:
+def placed_on(mesh: LockstepMesh, layout: Layout, local: Tensor, has_gradient: bool) -> DTensor:
     own = Layout(mesh, layout.placements, layout.shape, layout.grad_placements)
-    has_gradient = value.is_floating_point() or value.is_complex()
     return DTensor.of_layout(local.clone(), own).requires_grad_(has_gradient)
 
 
@@ -103,7 +106,31 @@ def drawn_choices(
 def _cuts(draw: random.Random, length: int, size: int) -> list[int]:
     ends = sorted(draw.randint(0, length) for _ in range(size - 1))
     bounds = [0, *ends, length]
-    return [b - a for a, b in zip(bounds, bounds[1:])]
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def drawn_column(tensors: Sequence[Tensor], size: int, draw: random.Random) -> list[Choice]:
+    """One axis's choices for all tensors: alike along dims of one size, or at random."""
+    each = [drawn_choices(t.shape, size, t.dtype.is_floating_point, draw) for t in tensors]
+    column = [draw.choice(choices) for choices in each]
+    leader = draw.randrange(len(tensors))
+    dims = sharded_dims(column[leader][0])
+    if draw.random() < 0.2:
+        return column
+    for i, tensor in enumerate(tensors):
+        if i == leader:
+            continue
+        fitting: list[Choice] = [(Replicate(), Replicate())]
+        if tensor.dtype.is_floating_point:
+            fitting.append((Replicate(), Partial()))
+        if is_partial(column[leader][0]) and tensor.dtype.is_floating_point:
+            fitting.append(column[leader])
+        for dim, length in enumerate(tensor.shape):
+            if dims and length == tensors[leader].shape[dims[0]]:
+                placed = moved(column[leader][0], dim)
+                fitting += [(placed, placed)] * 3
+        column[i] = draw.choice(fitting)
+    return column
 
 
 def check_simulated(
@@ -130,10 +157,7 @@ def check_simulated(
     draw = random.Random(seed)
 
     def column(size: int) -> list[Choice]:
-        return [
-            draw.choice(drawn_choices(t.shape, size, t.dtype.is_floating_point, draw))
-            for t in tensors
-        ]
+        return drawn_column(tensors, size, draw)
 
     def layouts_of(columns: Sequence[Sequence[Choice]]) -> list[Layout] | None:
         try:
@@ -165,9 +189,7 @@ def check_simulated(
     if abstract.ndim > 1:
         tried = []
         for _ in range(draws):
-            columns = [
-                draw.choice(fitting.get(axis, [whole])) for axis in range(abstract.ndim)
-            ]
+            columns = [draw.choice(fitting.get(axis, [whole])) for axis in range(abstract.ndim)]
             made = layouts_of(columns)
             if made is not None:
                 tried.append(made)
