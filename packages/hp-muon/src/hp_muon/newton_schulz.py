@@ -177,12 +177,17 @@ def _chunk(batch: Tensor) -> int:
 
 
 def _normalise(batch: Tensor, safety: float, eps: float, out: Tensor) -> Tensor:
-    exact = batch.to(torch.promote_types(batch.dtype, torch.float32))
+    """Writes batch / (norm * safety + eps) to `out`; all sums are in float32 at least."""
+    exact_dtype = torch.promote_types(batch.dtype, torch.float32)
+    exact = out.copy_(batch) if out.dtype == exact_dtype else batch.to(exact_dtype, copy=True)
     # Scaling by the largest entry first keeps the squares of huge or tiny entries finite.
-    largest = exact.abs().amax(dim=(-2, -1), keepdim=True)
+    highest, lowest = exact.amax((-2, -1), keepdim=True), exact.amin((-2, -1), keepdim=True)
+    largest = torch.maximum(highest, -lowest)
     unit = torch.where(largest > 0, largest, 1)
-    norm = torch.linalg.matrix_norm(exact / unit, keepdim=True) * unit
-    return out.copy_(exact / (norm * safety + eps))
+    exact.div_(unit)
+    norm = torch.linalg.vector_norm(exact, dim=(-2, -1), keepdim=True)
+    exact.mul_(1 / (norm * safety + eps / unit))
+    return exact if exact is out else out.copy_(exact)
 
 
 def _iterate(x: Tensor, triples: Sequence[Triple], work: _Workspace) -> Tensor:
