@@ -162,6 +162,10 @@ class Crossing:
         self._compiled: dict[tuple[int, ...], Transition] = {}
         self._by_local: dict[tuple[int, ...], Transition] = {}
 
+    def known(self, value: Any) -> Transition | None:
+        """The transition for a plain tensor of a shape that has crossed here before."""
+        return self._by_local.get(value.shape) if type(value) is Tensor else None
+
     def from_local_shape(self, local_shape: tuple[int, ...]) -> Transition:
         """The transition for a source tensor whose piece on this rank has `local_shape`."""
         found = self._by_local.get(local_shape)

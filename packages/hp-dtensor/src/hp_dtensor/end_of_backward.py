@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Partial, Placement, Replicate
@@ -58,6 +59,10 @@ class SettledGradient:
     settled: Callable[[], None] | None = None
 
 
+def _nothing() -> None:
+    return None
+
+
 class _Pass:
     """One backward pass that has reached a parameter. The engine holds the only strong reference
     to its `end`, so a pass that fails is recognised by its death."""
@@ -85,8 +90,9 @@ class EndOfBackward:
     gradients: Sequence[SettledGradient]
     dtype: torch.dtype | None = None
     _settlements: dict[Any, Settlement] = field(factory=dict, init=False)
+    _handles: list[RemovableHandle] = field(factory=list, init=False)
     _earlier: dict[int, Tensor | None] = field(factory=dict, init=False)
-    _running: Callable[[], _Pass | None] = field(default=lambda: None, init=False)
+    _running: Callable[[], _Pass | None] = field(default=_nothing, init=False)
 
     def install(self) -> None:
         """Hooks every leaf, frozen ones too, so that unfreezing one later is not missed."""
@@ -95,8 +101,14 @@ class EndOfBackward:
             if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
                 continue
             leaf.requires_grad_(True)
-            leaf.register_hook(_Arrival(self, index))
+            self._handles.append(leaf.register_hook(_Arrival(self, index)))
             leaf.requires_grad_(required)
+
+    def remove(self) -> None:
+        """Takes the hooks away, where others take the leaves over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
     def _arrive(self, index: int, gradient: Tensor) -> None:
         """Runs before the engine accumulates `gradient` into the leaf."""
@@ -110,8 +122,9 @@ class EndOfBackward:
             self._begin()
         if index not in self._earlier:
             leaf = self.gradients[index].leaf
-            self._earlier[index] = leaf.grad
-            leaf.grad = None
+            self._earlier[index] = gradient_before = leaf.grad
+            if gradient_before is not None:
+                leaf.grad = None
 
     def _begin(self) -> None:
         self._drop_failed_pass()
@@ -127,43 +140,44 @@ class EndOfBackward:
 
     def _settle(self) -> None:
         earlier, self._earlier = self._earlier, {}
-        self._running = lambda: None
+        self._running = _nothing
+        new, fresh, key = [], [], []
         # In the order of the module on every rank, whatever order the engine used.
-        reached = [(self.gradients[index], earlier[index]) for index in sorted(earlier)]
-        new = [(each, old) for each, old in reached if each.leaf.grad is not None]
-        for each, old in reached:
-            if each.leaf.grad is None:  # torch.autograd.grad: nothing was accumulated
-                each.leaf.grad = old
-        with torch.no_grad():
-            fresh = [_own(each.leaf) for each, _ in new]
-            self._settlement(new, fresh).run(fresh)
-            for (each, old), gradient in zip(new, fresh):
-                each.leaf.grad = gradient if old is None else old.add_(gradient)
-                if each.settled is not None:
-                    each.settled()
+        for index in sorted(earlier):
+            leaf = self.gradients[index].leaf
+            gradient = leaf.grad
+            if gradient is None:  # torch.autograd.grad: nothing was accumulated
+                leaf.grad = earlier[index]
+                continue
+            # Memory that may be written: an expanded gradient is copied.
+            own = gradient if gradient.is_contiguous() else gradient.contiguous()
+            if own is not gradient:
+                leaf.grad = own
+            new.append(index)
+            fresh.append(own)
+            key.append((index, own.dtype))
+        self._settlement(tuple(key), fresh).run(fresh)
+        for index, gradient in zip(new, fresh):
+            each, old = self.gradients[index], earlier[index]
+            if old is not None:
+                each.leaf.grad = old.add_(gradient)
+            if each.settled is not None:
+                each.settled()
 
     def _settlement(
-        self, new: Sequence[tuple[SettledGradient, Tensor | None]], fresh: Sequence[Tensor]
+        self, key: tuple[tuple[int, torch.dtype], ...], fresh: Sequence[Tensor]
     ) -> Settlement:
         """The one worked out for these leaves and dtypes; a model has one or two of them."""
-        key = tuple([(id(each), g.dtype) for (each, _), g in zip(new, fresh)])
         found = self._settlements.get(key)
         if found is None:
             if len(self._settlements) > 8:  # parameters are frozen or unused in turn
                 self._settlements.clear()
-            layouts = [each.layout for each, _ in new]
+            layouts = [self.gradients[index].layout for index, _ in key]
             found = self._settlements[key] = Settlement.of(fresh, layouts, self.dtype)
         return found
 
     def __deepcopy__(self, memo: object) -> EndOfBackward:
         return self
-
-
-def _own(leaf: Tensor) -> Tensor:
-    """The leaf's new gradient as memory that may be written: an expanded one is copied."""
-    gradient = leaf.grad
-    assert gradient is not None
-    return gradient.contiguous()
 
 
 @frozen(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,7 @@ def parallelize(
     mesh: DeviceMesh | AbstractMesh,
     *,
     mode: Literal["production", "validate"] = "production",
+    settlement_dtype: torch.dtype | None = None,
 ) -> M:
     """Applies a plan to a module, in place. Every rank of the mesh makes the call.
 
@@ -46,6 +48,9 @@ def parallelize(
         mesh: holds the plan's axes by name and size, and may have others; with a single process,
             an `AbstractMesh` of sizes 1.
         mode: "production" or "validate".
+        settlement_dtype: in which gradients of replicated parameters are summed over the model
+            axes, e.g. `torch.float32` for bfloat16 parameters; None for each gradient's own.
+            `fully_shard` takes over the sums of the parameters it shards.
 
     Returns:
         The module.
@@ -59,9 +64,9 @@ def parallelize(
     _agree(plan, mesh, mode)
     axes = ModelAxes.of(plan, mesh)
     if mode == "production":
-        apply_production(module, plan, mesh, axes)
+        apply_production(module, plan, mesh, axes, settlement_dtype)
     else:
-        apply_validate(module, plan, axes)
+        apply_validate(module, plan, axes, settlement_dtype)
     setattr(module, PARALLELIZED, mode)
     return module
 

@@ -11,28 +11,26 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.contracts import (
     Argument,
     ContractError,
     Crossing,
     ModelAxes,
-    PlanError,
     has_tensor,
     layout_under,
     map_tensors,
     write_output,
 )
-from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient
 from hp_dtensor.late_bias import install_late_bias
-from hp_dtensor.layout import Layout, attach_layout, layout_of
+from hp_dtensor.layout import Layout, attach_layout
+from hp_dtensor.layout_keeper import LayoutKeeper
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
 from hp_dtensor.regions import install_region
-from hp_dtensor.settlement import needs_settlement
 from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
 from hp_platform import Origin
 
@@ -48,54 +46,24 @@ __all__ = [
 
 
 def apply_production(
-    module: nn.Module, plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh, axes: ModelAxes
+    module: nn.Module,
+    plan: ShardingPlan,
+    mesh: DeviceMesh | AbstractMesh,
+    axes: ModelAxes,
+    settlement_dtype: torch.dtype | None = None,
 ) -> None:
     """Cuts the parameters in place, localises attributes and installs the boundary hooks."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    settled = []
+    layouts = {}
     for spec in plan.parameters:
-        parameter = parameters[spec.name]
-        layout = layout_under(spec.contract, mesh, spec.shape)
-        cut_parameter(
-            parameter, layout, layout_under(spec.contract, axes.abstract, spec.shape), axes
-        )
-        if needs_settlement(layout):
-            settled.append(SettledGradient(parameter, layout, spec.name))
+        layouts[spec.name] = layout = layout_under(spec.contract, mesh, spec.shape)
+        on_model_axes = layout_under(spec.contract, axes.abstract, spec.shape)
+        cut_parameter(parameters[spec.name], layout, on_model_axes, axes)
     for boundary in plan.boundaries:
         target = module.get_submodule(boundary.module)
         localize(target, boundary, axes)
         install_boundary(target, boundary, plan, axes)
-    EndOfBackward(settled).install()
-    names = tuple(spec.name for spec in plan.parameters)
-    guard = _LayoutsKept(names)
-    guard.handle = module.register_forward_pre_hook(guard)
-
-
-class _LayoutsKept:
-    """First forward only: every planned parameter still knows its layout.
-
-    `to_empty` and `load_state_dict(assign=True)` put new objects in the place of parameters; the
-    new ones would neither be settled nor be understood by optimizers.
-    """
-
-    handle: RemovableHandle
-
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.handle.remove()
-        lost = [name for name in self.names if layout_of(module.get_parameter(name)) is None]
-        if lost:
-            raise PlanError(
-                f"parameters {lost} have lost their layouts since parallelize: to_empty, "
-                "load_state_dict(assign=True) or deepcopy replaced them. Materialise the module "
-                "before parallelize, or give it to fully_shard first; load without assign; "
-                "parallelize copies by themselves"
-            )
-
-    def __deepcopy__(self, memo: object) -> _LayoutsKept:
-        return self
+    LayoutKeeper(layouts, plan.tied, settlement_dtype).watch(module)
 
 
 def cut_parameter(
@@ -244,7 +212,11 @@ class Entry(_Replay):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         for argument, crossing in self.inputs:
             value = argument.read(args, kwargs)
-            inside = self._cross(crossing, value)
+            transition = crossing.known(value)
+            if transition is not None:  # the usual case: one tensor, of a shape seen before
+                inside = transition.apply(value, origin=self.origin)
+            else:
+                inside = self._cross(crossing, value)
             if inside is not value:
                 args, kwargs = argument.write(args, kwargs, inside)
         return args, kwargs
@@ -260,7 +232,11 @@ class Exit(_Replay):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         for crossing in self.outputs:
             value = crossing.read(output)
-            outside = self._cross(crossing, value)
+            transition = crossing.known(value)
+            if transition is not None:
+                outside = transition.apply(value, origin=self.origin)
+            else:
+                outside = self._cross(crossing, value)
             if outside is not value:
                 output = write_output(output, crossing.spec.where, outside)
         return output

@@ -53,7 +53,8 @@ def settle_gradients(
     """
     if len(gradients) != len(layouts):
         raise ValueError(f"settle_gradients: {len(gradients)} gradients but {len(layouts)} layouts")
-    Settlement.of(gradients, layouts, dtype).run(gradients, origin)
+    with torch.no_grad():
+        Settlement.of(gradients, layouts, dtype).run(gradients, origin)
 
 
 @frozen(eq=False)
@@ -93,10 +94,9 @@ class Settlement:
         )  # fmt: skip
 
     def run(self, gradients: Sequence[Tensor], origin: Origin = _ORIGIN) -> None:
-        """Settles `gradients` in place. Every rank must make the call."""
-        with torch.no_grad():
-            for group in self.groups:
-                group.run([gradients[index] for index in group.indices], origin)
+        """Settles `gradients`, outside any graph and in place. Every rank must make the call."""
+        for group in self.groups:
+            group.run([gradients[index] for index in group.indices], origin)
 
 
 @frozen(eq=False)

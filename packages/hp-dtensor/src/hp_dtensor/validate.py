@@ -30,7 +30,6 @@ from hp_dtensor.contracts import (
 from hp_dtensor.dispatch import implicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
-from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial
@@ -54,7 +53,12 @@ _PRODUCER = "_hp_producer"
 """Attribute of a DTensor that a boundary has handed out: the boundary's name, and the contract."""
 
 
-def apply_validate(module: nn.Module, plan: ShardingPlan, axes: ModelAxes) -> None:
+def apply_validate(
+    module: nn.Module,
+    plan: ShardingPlan,
+    axes: ModelAxes,
+    settlement_dtype: torch.dtype | None = None,
+) -> None:
     """Wraps the parameters in place and installs checking boundaries."""
     opaque = opaque_regions(plan)
     valued = not any(parameter.is_meta for parameter in module.parameters())
@@ -67,7 +71,16 @@ def apply_validate(module: nn.Module, plan: ShardingPlan, axes: ModelAxes) -> No
             install_boundary(target, boundary, plan, axes)
         else:
             _install(target, boundary, plan, axes, boundary.module in opaque, valued)
-    EndOfBackward(settled).install()
+    EndOfBackward(settled, settlement_dtype).install()
+    for child in module.modules():
+        vars(child)["__deepcopy__"] = _refuse_copy
+
+
+def _refuse_copy(memo: object) -> Any:
+    raise TypeError(
+        "a module in validate mode cannot be copied: its forwards are bound to its own modules. "
+        "Build another module and parallelize it, or copy before parallelize"
+    )
 
 
 def opaque_regions(plan: ShardingPlan) -> frozenset[str]:
