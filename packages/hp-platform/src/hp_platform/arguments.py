@@ -214,7 +214,7 @@ def make_output(
         place: the row at which the smaller of the two may lie in the larger; None when they may
             not share memory at all.
     """
-    shape = (rows, *tensor.shape[1:])
+    shape = (rows,) if tensor.dim() == 1 else (rows, *tensor.shape[1:])
     if output is None:
         return tensor.new_empty(shape)
     # As in check_tensor: one conjunction, and the reasons afterwards.

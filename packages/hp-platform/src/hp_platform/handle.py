@@ -134,8 +134,7 @@ class Handle(Generic[T]):
         return f"<Handle {self._operation} {state}, asked by {self._origin}>"
 
     def __del__(self) -> None:
-        # An error in __init__ leaves no `done`.
-        if getattr(self, "done", True) or self._axis is None:
+        if self.done or self._axis is None:
             return
         dropped = f"the handle of {where(self._operation, self._axis, self._origin)} was dropped"
         if sys.is_finalizing():
