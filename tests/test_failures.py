@@ -50,7 +50,9 @@ def test_a_killed_rank_ends_the_run_and_the_others_say_what_they_waited_for(
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", run.output)  # torchrun names the killed one
 
 
-def test_a_rank_that_raises_names_itself_and_the_place(launcher, tmp_path: Path) -> None:
+def test_a_rank_that_raises_names_itself_and_its_peer_names_it_too(
+    launcher, tmp_path: Path
+) -> None:
     failing = tmp_path / "failing_rank.py"
     failing.write_text(
         "import os, sys\n"
@@ -73,6 +75,12 @@ def test_a_rank_that_raises_names_itself_and_the_place(launcher, tmp_path: Path)
     assert (
         "failed in hp-train, training step 3: ValueError: planted in the third step" in run.output
     )
+    # Whether rank 0 hears of it from the backend, the store or the launcher first.
+    peer = next(text for text in run.output.split("=" * 72) if text.strip().startswith("rank 0 on"))
+    assert re.search(r"stopped (by its launcher \(SIGTERM\) )?in hp-train, training step 3", peer)
+    assert re.search(r"waiting in \w+ on axis dp_shard .*asked by \w+", peer)
+    assert "the first failure was: rank 1 on " in peer
+    assert "training step 3: ValueError: planted in the third step" in peer
 
 
 def test_a_run_that_ends_well_ends_with_status_0_and_leaves_its_files(
