@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -41,3 +42,20 @@ def config(model_type: str, **changes: Any) -> Any:
 def model(model_type: str, device: str = "meta", **changes: Any) -> nn.Module:
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config(model_type, **changes))
+
+
+class ScaledLayer(LlamaDecoderLayer):
+    """A layer that scales the hidden states, of which a rank has a part, by a parameter."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        made: torch.Tensor = super().forward(hidden_states, **kwargs) * self.scale
+        return made
+
+
+def scaled(**changes: Any) -> nn.Module:
+    """A Llama whose layers hold a parameter that no rule knows."""
+    made = model("llama", **changes)
+    for layer in made.model.layers:
+        layer.__class__ = ScaledLayer
+        layer.scale = nn.Parameter(torch.ones(64, device="meta"))
+    return made

@@ -44,6 +44,63 @@ def test_the_plan_is_written_as_yaml(capsys, tmp_path):
     assert ShardingPlan.from_yaml(path.read_text()).digest in out
 
 
+def test_a_python_factory_is_a_model_and_takes_the_settings_as_arguments(capsys):
+    status, out, err = run(
+        capsys, "planner_models:model", "--mesh", "tp=2", "--set", "model_type=qwen3"
+    )
+    assert (status, err) == (0, "")
+    assert "Qwen3ForCausalLM" in out
+
+
+def test_with_a_sequence_length_bytes_and_memory_are_printed(capsys):
+    cost = ["--seq-len", "64", "--batch", "2"]
+    status, out, _ = run(capsys, "qwen3", "--mesh", "tp=2,dp_shard=2", "--set", *SMALL, *cost)
+    assert status == 0
+    assert "2 sequences of 64 tokens" in out
+    assert "memory per rank" in out
+    assert "bytes a message" in out
+
+
+def test_the_plan_is_drawn_as_a_page(capsys, tmp_path):
+    page = tmp_path / "plan.html"
+    arguments = ["--quiet", "--html", str(page), "--seq-len", "64"]
+    status, out, _ = run(capsys, "qwen3", "--mesh", "tp=2", "--set", *SMALL, *arguments)
+    assert (status, out) == (0, "")
+    assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_a_plan_that_differs_from_a_saved_one_ends_with_status_3(capsys, tmp_path):
+    path = tmp_path / "plan.yaml"
+    base = ["qwen3", "--mesh", "tp=2", "--set", *SMALL]
+    assert run(capsys, *base, "--yaml", str(path))[0] == 0
+    same = run(capsys, *base, "--quiet", "--against", str(path))
+    assert same[0] == 0
+    assert "the plans are equal" in same[1]
+    other = run(capsys, *base, "--quiet", "--no-sequence-parallel", "--against", str(path))
+    assert other[0] == 3
+    assert "boundary model.layers.{0..2}.mlp: input" in other[1]
+
+
+def test_validation_runs_every_operator_without_values(capsys):
+    status, out, err = run(
+        capsys, "llama", "--mesh", "tp=2", "--set", *SMALL, "--quiet", "--validate"
+    )
+    assert (status, err) == (0, "")
+    assert "holds on tp=2" in out
+
+
+def test_a_plan_that_validation_finds_wrong_ends_with_status_4(capsys, tmp_path):
+    """An override declares a gradient a summand which every rank has whole; lint trusts it."""
+    path = tmp_path / "overrides.yaml"
+    arguments = ["planner_models:scaled", "--mesh", "tp=2", "--quiet", "--validate"]
+    path.write_text('"*.scale": {tp: R grad P}\n')
+    status, _, err = run(capsys, *arguments, "--overrides", str(path))
+    assert status == 4
+    assert "gradient" in err
+    path.write_text('"*.scale": {tp: R}\n')
+    assert run(capsys, *arguments, "--overrides", str(path))[0] == 0
+
+
 def test_overrides_and_options_reach_the_planner(capsys, tmp_path):
     path = tmp_path / "overrides.yaml"
     path.write_text("lm_head: none\n")
@@ -57,9 +114,9 @@ def test_overrides_and_options_reach_the_planner(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["phi3", "--mesh", "tp=2", "--set", "num_hidden_layers=1"], "fused q, k and v"),
+        (["planner_models:scaled", "--mesh", "tp=2"], "model.layers.{0..1}.scale"),
         (["qwen3", "--mesh", "tp=2,ep=2", "--set", *SMALL], "fused experts to share"),
-        (["qwen3", "--mesh", "tp=3", "--set", *SMALL], "2 key/value heads"),
+        (["qwen3", "--mesh", "tp=3", "--set", *SMALL], "a multiple of tp=3"),
         (["qwen3", "--mesh", "tp=2", "--set", *SMALL, "--overrides", "/nowhere.yaml"], "nowhere"),
     ],
 )
@@ -73,7 +130,18 @@ def test_what_cannot_be_planned_ends_with_status_1(capsys, arguments, text):
     ("arguments", "text"),
     [
         (["qwen33", "--mesh", "tp=2"], "'qwen33' is neither"),
+        (["qwen33", "--mesh", "tp=2"], "nearest: qwen3"),
         (["/nowhere.json", "--mesh", "tp=2"], "cannot read"),
+        (["nowhere.at:all", "--mesh", "tp=2"], "cannot be imported"),
+        (["planner_models:nothing", "--mesh", "tp=2"], "cannot be imported"),
+        (["planner_models:model", "--mesh", "tp=2"], "failed"),
+        (["builtins:dict", "--mesh", "tp=2"], "returned a dict"),
+        (["qwen3", "--mesh", "tp=2", "--against", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (
+            ["qwen3", "--mesh", "tp=2", "--set", *SMALL, "--quiet", "--html", "/no/x"],
+            "cannot write",
+        ),
+        (["qwen3", "--mesh", "tp=2", "--set", *SMALL, "--seq-len", "7"], "cannot be cut"),
         (["qwen3", "--mesh", "tp"], "name=size"),
         (["qwen3", "--mesh", "tp=2,tp=2"], "given twice"),
         (["qwen3", "--mesh", "tp=2", "--set", "hidden_sise=64"], "no hidden_sise"),

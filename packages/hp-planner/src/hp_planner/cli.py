@@ -1,18 +1,16 @@
-"""`hp-plan MODEL --mesh tp=4,dp_shard=2`: prints the plan of a transformers model.
+"""`hp-plan MODEL --mesh tp=4,dp_shard=2`: prints the plan of a model.
 
-The model is built on the meta device, so its size does not matter. Exit status: 0 for a plan, 1
-for a model that cannot be planned so, 2 for a command line that cannot be understood.
+The model is built on the meta device, so its size does not matter. Exit status, for scripts: 0 for
+a plan; 1 for a model that cannot be planned so; 2 for a command line that cannot be understood; 3
+for a plan that differs from `--against`; 4 for a plan that `--validate` finds wrong.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich import box
@@ -23,59 +21,83 @@ from rich.text import Text
 from torch import nn
 
 from hp_dtensor.plan import ShardingPlan
+from hp_planner.cost import Workload
 from hp_planner.derive import plan
+from hp_planner.diff import diff
 from hp_planner.errors import PlanError
 from hp_planner.explain import (
     BOUNDARY_COLUMNS,
+    COST_COLUMNS,
     PARAMETER_COLUMNS,
     Row,
     boundary_rows,
+    cost_rows,
+    memory_lines,
     parameter_rows,
     summary_lines,
 )
+from hp_planner.model_source import UsageError, build_model, parse_mesh, read_settings
+from hp_planner.page import html_page
 
-
-class UsageError(Exception):
-    """The command line names something that does not exist or is not well formed."""
+PLANNED, NOT_PLANNED, MISUSED, DIFFERENT, INVALID = range(5)
+STATUSES = (
+    "Exit status: 0 planned; 1 the model cannot be planned so; 2 wrong command line; "
+    "3 differs from --against; 4 --validate found an error."
+)
+CHOICES_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `hp-plan` and returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        mesh = read_mesh_option(options.mesh)
-        model = build_model(options.model, read_settings(options.set))
+        return _run(options)
     except UsageError as error:
         print(f"hp-plan: {error}", file=sys.stderr)
-        return 2
+        return MISUSED
+
+
+def _run(options: argparse.Namespace) -> int:
+    mesh = parse_mesh(options.mesh)
+    against = None if options.against is None else _read_plan(options.against)
+    model = build_model(options.model, read_settings(options.set))
     try:
         made = plan(
             model,
             mesh,
             overrides=options.overrides,
             sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
         )
     except PlanError as error:
         print(f"hp-plan: {error}", file=sys.stderr)
-        return 1
-    print_plan(made, _element_size(model))
-    if options.yaml is not None:
-        try:
-            options.yaml.write_text(made.to_yaml())
-        except OSError as error:
-            print(f"hp-plan: cannot write {options.yaml}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 0
+        return NOT_PLANNED
+    workload = _workload(options, model)
+    if not options.quiet:
+        print_plan(made, _element_size(model), workload)
+    _write(options.yaml, made.to_yaml)
+    _write(options.html, lambda: html_page(made, workload))
+    status = PLANNED
+    if against is not None:
+        found = diff(against, made)
+        print(f"against {options.against}: {found}")
+        status = DIFFERENT if found else status
+    if options.validate:
+        status = status if _validates(model, made, options) else INVALID
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hp-plan", description="Derives and prints the sharding plan of a transformers model."
+        prog="hp-plan",
+        description="Derives, prints, compares and validates the sharding plan of a model.",
+        epilog=STATUSES,
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a config JSON file, a model type (qwen3_moe), or a class name (LlamaForCausalLM)",
+        help="a config JSON file, a model type (qwen3_moe), a class name (LlamaForCausalLM), or a "
+        "Python factory (package.module:function) that returns a module",
     )
     parser.add_argument("--mesh", required=True, help="axes and sizes, such as tp=2,dp_shard=2")
     parser.add_argument(
@@ -84,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         action="extend",
         default=[],
         metavar="NAME=VALUE",
-        help="config values that differ from the model's own",
+        help="config values that differ from the model's own; a factory's arguments",
     )
     parser.add_argument("--overrides", type=Path, metavar="FILE", help="YAML file of overrides")
     parser.add_argument(
@@ -93,111 +115,88 @@ def _parser() -> argparse.ArgumentParser:
         action="store_false",
         help="keep the hidden states whole between blocks",
     )
-    parser.add_argument("--yaml", type=Path, metavar="FILE", help="also write the plan there")
+    parser.add_argument(
+        "--loss-parallel", action="store_true", help="leave the logits sharded over the vocabulary"
+    )
+    _add_cost(parser.add_argument_group("cost"))
+    _add_output(parser.add_argument_group("output and checks"))
     return parser
 
 
-def read_mesh_option(text: str) -> dict[str, int]:
-    """`tp=2,dp_shard=2` as a mapping, in the order given.
-
-    Raises:
-        UsageError: an entry is not `name=size`, or a name is repeated.
-    """
-    mesh: dict[str, int] = {}
-    for entry in text.split(","):
-        name, separator, size = entry.strip().partition("=")
-        if not (name and separator and size.isdecimal() and int(size) > 0):
-            raise UsageError(f"--mesh: expected name=size entries such as tp=2, found {entry!r}")
-        if name in mesh:
-            raise UsageError(f"--mesh: axis {name!r} is given twice")
-        mesh[name] = int(size)
-    return mesh
-
-
-def read_settings(entries: Sequence[str]) -> dict[str, Any]:
-    """`name=value` entries; values are JSON where they can be, text otherwise.
-
-    Raises:
-        UsageError: an entry is not `name=value`.
-    """
-    settings: dict[str, Any] = {}
-    for entry in entries:
-        name, separator, text = entry.partition("=")
-        if not (name and separator):
-            raise UsageError(f"--set: expected NAME=VALUE, found {entry!r}")
-        try:
-            settings[name] = json.loads(text)
-        except json.JSONDecodeError:
-            settings[name] = text
-    return settings
+def _add_cost(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences a rank")
+    group.add_argument(
+        "--seq-len", type=_positive, metavar="N", help="tokens a sequence; tells bytes and memory"
+    )
+    group.add_argument(
+        "--element-size",
+        type=_positive,
+        metavar="BYTES",
+        help="bytes of an element in the figures (default: the model's own dtype)",
+    )
+    group.add_argument(
+        "--optimizer-bytes",
+        type=_positive,
+        default=8,
+        metavar="BYTES",
+        help="bytes of optimizer state a parameter element (default 8: two fp32 moments)",
+    )
 
 
-def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
-    """A causal language model of transformers on the meta device, with random nothing in it.
+def _add_output(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--quiet", action="store_true", help="do not print the plan")
+    group.add_argument("--yaml", type=Path, metavar="FILE", help="also write the plan there")
+    group.add_argument(
+        "--html", type=Path, metavar="FILE", help="draw the plan as one self-contained page"
+    )
+    group.add_argument(
+        "--against", type=Path, metavar="PLAN", help="show how the plan differs from a YAML plan"
+    )
+    group.add_argument(
+        "--validate",
+        action="store_true",
+        help="run the model in validate mode on meta tensors: every operator and boundary",
+    )
 
-    Args:
-        name: path of a config JSON file, a model type, or the class name of a model or config.
-        settings: config values that replace the ones found there.
 
-    Raises:
-        UsageError: transformers is missing, or there is no such model, file or config value.
-    """
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value
+
+
+def _read_plan(path: Path) -> ShardingPlan:
     try:
-        import transformers
-    except ImportError:
-        raise UsageError(
-            "building a model needs transformers; install hp-planner[models]"
-        ) from None
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    values = _config_values(name)
-    model_type = values.pop("model_type", None) or _model_type(transformers, name)
-    if model_type not in transformers.CONFIG_MAPPING:
-        raise UsageError(
-            f"transformers {transformers.__version__} has no model type {model_type!r}"
-        )
-    if transformers.CONFIG_MAPPING[model_type] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UsageError(f"{model_type} is no causal language model of transformers")
-    known = transformers.CONFIG_MAPPING[model_type]().to_dict()
-    unknown = [key for key in settings if key not in known]
-    if unknown:
-        raise UsageError(f"--set: the config of {model_type} has no {', '.join(unknown)}")
-    try:
-        config = transformers.AutoConfig.for_model(model_type, **{**values, **settings})
-        with torch.device("meta"):
-            return transformers.AutoModelForCausalLM.from_config(config)
-    except Exception as error:
-        # transformers reports a bad config by many exception types.
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"{model_type} cannot be built with these values: {reason}") from error
-
-
-def _config_values(name: str) -> dict[str, Any]:
-    path = Path(name)
-    if not (path.suffix == ".json" or path.is_file()):
-        return {}
-    try:
-        values = json.loads(path.read_text())
+        return ShardingPlan.from_yaml(path.read_text())
     except OSError as error:
-        raise UsageError(f"cannot read {name}: {error.strerror}") from error
+        raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{name} is not JSON: {error}") from error
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise UsageError(f"{name} is not a config of transformers: it has no model_type")
-    return {key: value for key, value in values.items() if key != "transformers_version"}
+        raise UsageError(f"{path}: {error}") from error
 
 
-def _model_type(transformers: Any, name: str) -> str:
-    """A model type as it is; the type of a model class or config class."""
-    if name in transformers.CONFIG_MAPPING:
-        return name
-    found = getattr(transformers, name, None) if name.isidentifier() else None
-    config_class = getattr(found, "config_class", found)
-    model_type = getattr(config_class, "model_type", "")
-    if isinstance(model_type, str) and model_type:
-        return model_type
-    raise UsageError(
-        f"{name!r} is neither a config file nor a model type or class of transformers "
-        f"{transformers.__version__}"
+def _write(path: Path | None, text: Callable[[], str]) -> None:
+    if path is None:
+        return
+    try:
+        path.write_text(text(), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _workload(options: argparse.Namespace, model: nn.Module) -> Workload | None:
+    if options.seq_len is None:
+        return None
+    config = getattr(model, "config", None)
+    choices = (getattr(config, name, None) for name in CHOICES_OF_A_TOKEN)
+    return Workload(
+        batch=options.batch,
+        sequence=options.seq_len,
+        element_size=options.element_size or _element_size(model),
+        optimizer_bytes=options.optimizer_bytes,
+        experts_per_token=next((n for n in choices if isinstance(n, int)), None),
     )
 
 
@@ -205,18 +204,48 @@ def _element_size(model: nn.Module) -> int:
     return max((parameter.element_size() for parameter in model.parameters()), default=4)
 
 
-def print_plan(made: ShardingPlan, element_size: int) -> None:
+def _validates(model: nn.Module, made: ShardingPlan, options: argparse.Namespace) -> bool:
+    """Runs validate mode without values and prints what it went through, or what is wrong."""
+    from hp_dtensor.errors import PlanError as AnyPlanError
+    from hp_dtensor.meta import validate_on_meta
+
+    length = options.seq_len or 2 * made.model_mesh.world_size
+    ids = torch.zeros(options.batch, length, dtype=torch.long)
+    inputs: dict[str, object] = {"input_ids": ids}
+    if hasattr(getattr(model, "config", None), "use_cache"):
+        inputs["use_cache"] = False
+    try:
+        print(validate_on_meta(model, made, inputs))
+    except AnyPlanError as error:
+        print(f"hp-plan: --validate: {error}", file=sys.stderr)
+        return False
+    except Exception as error:
+        # Whatever the model's own code raises under validate mode is a finding, with its place.
+        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+        print(f"hp-plan: --validate: {type(error).__name__}: {error}{notes}", file=sys.stderr)
+        return False
+    return True
+
+
+def print_plan(made: ShardingPlan, element_size: int, workload: Workload | None = None) -> None:
     """The plan as tables on standard output; a file or pipe gets lines as long as they need."""
     tables = [_table("Parameters", PARAMETER_COLUMNS, parameter_rows(made))]
     if made.boundaries:
         tables.append(_table("Boundaries", BOUNDARY_COLUMNS, boundary_rows(made)))
+    lines = list(summary_lines(made, element_size=element_size))
+    if workload is not None:
+        try:
+            tables.append(_table("A step", COST_COLUMNS, cost_rows(made, workload)))
+            lines += memory_lines(made, workload)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(_natural_width(table) for table in tables))
     console.print(Text(str(made), style="bold"))
     for table in tables:
         console.print(table)
-    for line in summary_lines(made, element_size=element_size):
+    for line in lines:
         console.print(Text(line))
 
 

@@ -222,7 +222,8 @@ def memory_lines(plan: ShardingPlan, workload: Workload) -> tuple[str, ...]:
     """
     found = memory(plan, workload)
     given = (
-        f"for {workload.batch} sequences of {workload.sequence} tokens a data-parallel rank, "
+        f"for {workload.batch} {'sequence' if workload.batch == 1 else 'sequences'} of "
+        f"{workload.sequence} tokens a data-parallel rank, "
         f"{workload.element_size} bytes an element"
     )
     lines = [
