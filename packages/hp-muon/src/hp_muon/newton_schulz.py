@@ -180,13 +180,15 @@ def _normalise(batch: Tensor, safety: float, eps: float, out: Tensor) -> Tensor:
     """Writes batch / (norm * safety + eps) to `out`; all sums are in float32 at least."""
     exact_dtype = torch.promote_types(batch.dtype, torch.float32)
     exact = out.copy_(batch) if out.dtype == exact_dtype else batch.to(exact_dtype, copy=True)
-    # Scaling by the largest entry first keeps the squares of huge or tiny entries finite.
+    # Scaling by the largest entry's power of two first keeps the squares of huge or tiny entries
+    # finite, and rounds nothing: small singular values feel every rounding some hundredfold.
     highest, lowest = exact.amax((-2, -1), keepdim=True), exact.amin((-2, -1), keepdim=True)
     largest = torch.maximum(highest, -lowest)
-    unit = torch.where(largest > 0, largest, 1)
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent - 1)
+    unit = torch.where((largest > 0) & largest.isfinite(), unit, 1)
     exact.div_(unit)
     norm = torch.linalg.vector_norm(exact, dim=(-2, -1), keepdim=True)
-    exact.mul_(1 / (norm * safety + eps / unit))
+    exact.div_(norm * safety + eps / unit)
     return exact if exact is out else out.copy_(exact)
 
 
