@@ -23,7 +23,15 @@ from torch.distributed.tensor import Partial, Replicate
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
-from hp_dtensor.rules.recipe import Call, Everywhere, Operand, Recipe, Rule, replicated
+from hp_dtensor.rules.recipe import (
+    Call,
+    Everywhere,
+    Operand,
+    Recipe,
+    Rule,
+    replicated,
+    with_targets_gradients,
+)
 from hp_dtensor.rules.table import rule_for
 from hp_dtensor.transition import Transition
 from hp_platform.collectives import Origin
@@ -313,6 +321,7 @@ def _bind(
         recipe = _replicated_rule(name, operands).derive(call)
     assert recipe is not None
     if call.inplace:
+        recipe = with_targets_gradients(call, recipe)
         _check_inplace(call, recipe)
     nested = bool(kwargs) or not all(isinstance(value, Tensor) for value in args)
     return Plan(rule, recipe, _compile(call, recipe), call, nested)

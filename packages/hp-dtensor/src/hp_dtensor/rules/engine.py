@@ -334,6 +334,8 @@ class _Solver:
                 raise self.conflict(axis, f"are placed {describe(placement)}; sections differ")
             outer = len(placement.sections)
         rest = self.ways_before(operand, axis, letters)
+        # Sections are global; pieces of a StridedShard are of what earlier axes have left.
+        left = {} if isinstance(placement, SectionedShard) else rest
         before = 1
         for i, letter in enumerate(letters):
             if before == outer and (self.sizes[letter] > 1 or i == len(letters) - 1):
@@ -344,7 +346,7 @@ class _Solver:
                 if self.has_whole_chunks(placement, letter, inner, ways, letters, operand):
                     return _Cut(letter)
                 raise self.uneven(operand, axis, letter, ways)
-            before *= self.sizes[letter] // rest.get(letter, 1)
+            before *= self.sizes[letter] // left.get(letter, 1)
             if before > outer:
                 break
         raise self.conflict(axis, f"cut dim {sharded_dims(placement)[0]} inside a block of it")
@@ -398,6 +400,9 @@ class _Solver:
             if self.is_cut_evenly(cut) and all(
                 self.is_cut_evenly(_Cut(each)) for each in letters[:at]
             ):
+                if outer > 1 and self.letter_ways(cut.letter) != self.axis_sizes[axis]:
+                    # Two axes cut it. Strides would read as one axis after the other's pieces.
+                    return SectionedShard(dim, (self.sizes[cut.letter] * inner,) * outer)
                 for letter in letters[:at]:
                     outer //= self.letter_ways(letter, before=axis)
                 return Shard(dim) if outer == 1 else StridedShard(dim, outer)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import RaggedShard
+from hp_dtensor.placements import Placement, is_sharding
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 
@@ -71,7 +71,7 @@ def pointwise(call: Call, *, linear: bool, join: str = ",") -> Recipe:
     layouts = [operand.layout for operand in call.operands]
     if call.inplace and "out" in call.arguments:
         layouts = layouts[:-1]
-    if any(isinstance(p, RaggedShard) for layout in layouts for p in layout.placements):
+    if any(layout.flat_dims > 1 for layout in layouts):
         recipe = _identical(call, layouts)
     else:
         pattern = parse(f" {join} ".join(["..."] * len(layouts)) + " -> ...", linear=linear)
@@ -83,7 +83,7 @@ def pointwise(call: Call, *, linear: bool, join: str = ",") -> Recipe:
 
 
 def _identical(call: Call, layouts: list[Layout]) -> Recipe:
-    """Ragged shards follow no dim: operands must be alike, or 0-dimensional."""
+    """Flattened dims follow no pattern: operands must be alike, or 0-dimensional."""
     placed = [layout for layout in layouts if layout.shape]
     first = placed[0]
     for layout in placed:
@@ -97,12 +97,19 @@ def _identical(call: Call, layouts: list[Layout]) -> Recipe:
     for layout in layouts:
         if not layout.shape and not layout.is_replicated:
             raise call.error("a 0-dimensional operand is not replicated", "redistribute it")
-    grads = [Partial() if not isinstance(p, Replicate) else Replicate() for p in first.placements]
+    columns = list(zip(*(layout.grad_placements for layout in layouts)))
+    summed = [Partial() in column for column in columns]
+    kept: list[Placement] = [
+        p if is_sharding(p) else (Partial() if s else Replicate())
+        for p, s in zip(first.placements, summed)
+    ]
+    # A number meets only this rank's elements.
+    numbers: list[Placement] = [Partial() if is_sharding(p) else p for p in kept]
     needed = [
-        layout if layout.shape else layout.with_placements(layout.placements, grads)
+        layout.with_placements(layout.placements, kept if layout.shape else numbers)
         for layout in layouts
     ]
-    return Recipe(tuple(needed), first)
+    return Recipe(tuple(needed), first.with_placements(first.placements, kept))
 
 
 def _where(call: Call) -> Recipe | None:
@@ -159,8 +166,8 @@ def _cast(call: Call) -> Recipe:
 
 
 def _ragged_or(call: Call, rule: Callable[[Call], Recipe]) -> Recipe:
-    """Unary operators on ragged shards keep the layout."""
-    if any(isinstance(p, RaggedShard) for p in call.input.layout.placements):
+    """Unary operators on flattened dims keep the layout."""
+    if call.input.layout.flat_dims > 1:
         return Recipe(None, call.input.layout)
     return rule(call)
 

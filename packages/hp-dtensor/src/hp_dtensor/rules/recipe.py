@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
@@ -147,6 +147,42 @@ class Call:
         elif many:
             targets = tuple(range(len(args[0])))
         return cls(operator, tuple(operands), arguments, inplace, targets, many)
+
+
+def with_targets_gradients(call: Call, recipe: Recipe) -> Recipe:
+    """What is written in place stays the object it is, with the gradient it has declared.
+
+    Along axes where every operand is replicated, what an operator needs of gradients only has to
+    be the same for all: what the target has declared.
+    """
+    if recipe.operands is None or not isinstance(recipe.outputs, Layout):
+        return recipe
+    target = call.operands[call.target].layout
+    needed = recipe.operands[call.target] if call.target < len(recipe.operands) else None
+    if needed is None or needed.placements != target.placements:
+        return recipe
+    changed = [
+        axis
+        for axis, (mine, theirs) in enumerate(zip(target.grad_placements, needed.grad_placements))
+        if mine != theirs
+    ]
+    if not changed:
+        return recipe
+
+    def as_declared(layout: Layout | None) -> Layout | None:
+        if layout is None:
+            return None
+        grads = list(layout.grad_placements)
+        for axis in changed:
+            if isinstance(layout.placements[axis], Replicate):
+                grads[axis] = target.grad_placements[axis]
+        return layout.with_placements(layout.placements, grads)
+
+    return evolve(
+        recipe,
+        operands=tuple(as_declared(layout) for layout in recipe.operands),
+        outputs=as_declared(recipe.outputs),
+    )
 
 
 def is_inplace(name: str) -> bool:
