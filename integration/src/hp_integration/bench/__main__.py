@@ -10,7 +10,12 @@ from rich.console import Console
 
 from hp_integration.bench.result import BenchResult
 
-_BENCHES = {"fsdp": "fsdp", "muon": "muon", "host-overhead": "host_overhead"}
+_BENCHES = {
+    "fsdp": "fsdp",
+    "two-tier": "two_tier",
+    "muon": "muon",
+    "host-overhead": "host_overhead",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
