@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from rich.console import Console
 from hp_integration.bench import host_overhead
 from hp_integration.bench.__main__ import main
 from hp_integration.bench.handwritten import HandwrittenBlock
-from hp_integration.bench.muon import Case, _adamw, _measure
+from hp_integration.bench.muon import Case, lower_bound, measure, rows_of, targets_of
+from hp_integration.bench.muon_peers import GatherAndRunEverywhere, adamw, installed, ours
 from hp_integration.bench.pairs import interleaved, medians
 from hp_integration.bench.result import BenchResult, Row, Target, geometric_mean
 from hp_integration.models import build_model
@@ -64,10 +66,35 @@ def test_means() -> None:
 
 @pytest.mark.ranks
 def test_the_muon_benchmark_measures_every_side_on_real_ranks() -> None:
-    case = Case("small", ((8, 8), (8, 16), (16, 8)), {"AdamW": _adamw})
-    found = run_ranks(lambda: _measure(case, 1), 4)[0]
-    assert set(found.wall) == set(found.cpu) == {"ours", "AdamW"}
-    assert all(value > 0 for value in (*found.wall.values(), *found.cpu.values(), found.floor))
+    peers = installed("muon_fsdp2", "dtensor_muon", "muonium")
+    plain = {"AdamW": adamw, "gather everywhere": GatherAndRunEverywhere}
+    sides = {
+        "FSDP4": {"ours": ours, **plain, **peers},
+        "HSDP2x2": {"ours": ours},
+        "TP2xFSDP2": {"ours": ours},
+    }
+    case = Case("small", ((8, 8), (8, 16), (16, 8), (4, 8, 8)), sides, {"FSDP4": 1.25})
+    found = run_ranks(lambda: measure(case, 1), 4)[0]
+    made = {(mesh, side) for mesh, names in sides.items() for side in names}
+    assert set(found.state) == made
+    assert set(found.wall) == set(found.cpu) == made | {("", "iteration alone")}
+    assert all(value > 0 for value in (*found.wall.values(), *found.cpu.values()))
+    # One momentum on each mesh, replicated or not; AdamW has two moments, and counts its steps.
+    momentum = 4 * sum(math.prod(shape) for shape in case.shapes)
+    assert {found.state[mesh, "ours"] for mesh in sides} == {momentum}
+    assert found.state["FSDP4", "AdamW"] == 2 * momentum + 4 * 4 * len(case.shapes)
+    for mesh in sides:
+        assert found.wire[mesh, "fast"] >= lower_bound(case.shapes, mesh)
+        assert 1 <= found.operations[mesh] < 4
+    labels = {row.case for row in rows_of(case, found)}
+    assert {"small HSDP2x2 work", "small TP2xFSDP2 fast bytes", "small FSDP4 wall"} <= labels
+    assert any("1.25" in str(target.limit) for target in targets_of(case, found))
+
+
+def test_the_lower_bound_counts_shards_to_owners_and_updates_back() -> None:
+    assert lower_bound([(8, 8)], "FSDP4") == 2 * 2 * 64 * 3 / 4
+    assert lower_bound([(4, 8, 8)], "FSDP4") == 0
+    assert lower_bound([(8, 8)], "HSDP2x2") == 2 * 2 * 64 / 2 + 4 * 64
 
 
 @pytest.mark.ranks
