@@ -1,13 +1,13 @@
 """Groups of parameters, and the kinds of their modules."""
 
 import pytest
-import torch
 from planner_models import model
 from torch import nn
 
 from hp_dtensor.plan import BoundaryKind
 from hp_planner.boundaries import group_boundaries, infer_boundary_types
 from hp_planner.graph import read_module
+from hp_planner.manners import Manner
 from hp_planner.rules import classify_roles
 
 
@@ -45,19 +45,32 @@ def test_kinds_and_homes_follow_the_structure():
     assert not [b.module for b in found.values() if b.problem]
 
 
-def test_an_mlp_in_the_layer_itself_is_a_problem():
-    assert "lie in the layer itself" in boundaries_of(model("xglm"))["model.layers.0"].problem
+def test_an_mlp_in_the_layer_itself_keeps_the_hidden_states_whole():
+    assert "XGLMDecoderLayer" in boundaries_of(model("xglm"))[""].problem
 
 
-def test_two_norms_after_the_layers_are_a_problem():
+def test_layers_in_two_lists_keep_the_hidden_states_whole():
     made = model("llama")
-    with torch.device("meta"):
-        made.model.other_norm = nn.RMSNorm(64)
-    found = boundaries_of(made)
-    assert "2 boundaries of kind norm" in found["model.norm"].problem
+    made.model.more = nn.ModuleList([type(made.model.layers[1])(made.config, 1)])
+    assert "several lists" in boundaries_of(made)[""].problem
 
 
-def test_layers_in_two_lists_are_a_problem():
-    made = model("llama")
-    made.model.more = nn.ModuleList([made.model.layers[1]])
-    assert "several lists" in boundaries_of(made)["model.layers.0"].problem
+@pytest.mark.parametrize(
+    ("family", "module", "manner", "reason"),
+    [
+        ("llama", "model.layers.0.self_attn", Manner.SHARDED, ""),
+        ("deepseek_v3", "model.layers.0.self_attn", Manner.SHARDED, ""),
+        ("gpt_oss", "model.layers.0.self_attn", Manner.SHARDED, ""),
+        ("apertus", "model.layers.0.mlp", Manner.SHARDED, ""),
+        ("glm", "model.layers.0.mlp", Manner.SHARDED, ""),
+        ("phi3", "model.layers.0.self_attn", Manner.BY_LINEAR, "no q_proj"),
+        ("gpt_oss", "model.layers.0.mlp.experts", Manner.WHOLE, "biases"),
+        ("qwen3_next", "model.layers.0.linear_attn", Manner.BY_LINEAR, "conv1d"),
+        ("mamba", "backbone.layers.0.mixer", Manner.BY_LINEAR, "without calling its layer"),
+    ],
+)
+def test_a_block_is_sharded_as_one_where_its_code_is_known(family, module, manner, reason):
+    changes = {"num_hidden_layers": 4} if family == "qwen3_next" else {}
+    found = boundaries_of(model(family, **changes))[module]
+    assert found.manner is manner
+    assert reason in found.problem

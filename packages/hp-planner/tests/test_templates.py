@@ -133,14 +133,50 @@ def test_a_base_model_without_head_ends_whole_with_a_whole_gradient():
     assert flow(made.boundary("norm")) == {"hidden_states": (cut(1), cut(1)), "": (R, cut(1))}
 
 
-def test_an_output_projection_with_bias_is_cut_by_rows_so_the_bias_is_added_once():
+def test_the_bias_of_an_output_projection_is_added_once_to_the_sum():
     made = plan(model("llama", attention_bias=True, mlp_bias=True), {"tp": 2})
-    for name in ("self_attn.o_proj", "mlp.down_proj"):
-        full = f"model.layers.0.{name}"
-        assert made.parameter(f"{full}.weight").contract == cut(0)
-        assert made.parameter(f"{full}.bias").contract == cut(0)
-        assert flow(made.boundary(full)) == {"input": (cut(2), SUMMED), "": (cut(2), cut(2))}
-    assert flow(made.boundary("model.layers.0.mlp"))[""] == (cut(1), cut(2))
+    for block, name in (("self_attn", "o_proj"), ("mlp", "down_proj")):
+        full = f"model.layers.0.{block}.{name}"
+        assert made.parameter(f"{full}.weight").contract == cut(1)
+        assert made.parameter(f"{full}.bias").contract == SUMMED
+        assert flow(made.boundary(full)) == {"input": (cut(-1), cut(-1)), "": (cut(1), P)}
+    assert flow(made.boundary("model.layers.0.mlp"))[""] == (cut(1), cut(1))
+
+
+def test_a_norm_over_all_heads_gathers_them():
+    made = plan(model("olmo2"), {"tp": 2})
+    name = "model.layers.0.self_attn.q_norm"
+    assert flow(made.boundary(name)) == {"hidden_states": (cut(-1), R), "": (cut(-1), R)}
+    assert made.parameter(f"{name}.weight").contract == R
+    assert made.parameter("model.layers.0.self_attn.q_proj.weight").contract == cut(0)
+
+
+def test_a_block_whose_code_is_not_known_is_sharded_linear_by_linear():
+    made = plan(model("phi3"), {"tp": 2})
+    qkv, out = (f"model.layers.0.self_attn.{name}" for name in ("qkv_proj", "o_proj"))
+    assert flow(made.boundary(qkv)) == {"input": (R, SUMMED), "": (R, cut(-1))}
+    assert flow(made.boundary(out)) == {"input": (R, cut(-1)), "": (R, P)}
+    assert flow(made.boundary("model.layers.0.self_attn")) == {
+        "hidden_states": (cut(1), R),
+        "0": (cut(1), R),
+    }
+
+
+def test_fused_gate_and_up_are_cut_each_by_itself():
+    made = plan(model("glm"), {"tp": 2})
+    contract = made.parameter("model.layers.0.mlp.gate_up_proj.weight").contract
+    assert contract.placement("tp") == SectionedShard(0, (96, 96))
+
+
+def test_fewer_key_value_heads_than_ranks_are_computed_on_every_rank():
+    made = plan(model("qwen3", num_key_value_heads=1), {"tp": 2})
+    assert "too few" in made.boundary("model.layers.0.self_attn").reason
+    assert made.parameter("model.layers.0.self_attn.q_proj.weight").contract == cut(0)
+
+
+def test_what_is_replicated_says_why():
+    made = plan(model("mamba", num_hidden_layers=1), {"tp": 2})
+    assert "replicated: " in made.parameter("backbone.layers.0.mixer.A_log").reason
 
 
 def test_a_shared_expert_returns_a_summand_beside_the_routed_ones():

@@ -256,6 +256,10 @@ def _config_values(config: object) -> tuple[tuple[str, ConfigValue], ...]:
         for name in names:
             if name not in values and not isinstance(config, dict):
                 values[name] = getattr(config, name, None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    if text is not config:
+        # A model with towers keeps the decoder's sizes in a configuration of its own.
+        values = dict(_config_values(text)) | {k: v for k, v in values.items() if v is not None}
     plain = {
         key: value
         for key, value in values.items()

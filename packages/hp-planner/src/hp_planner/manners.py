@@ -96,7 +96,7 @@ def _lesser(
 ) -> tuple[Manner, str]:
     direct = sorted(name for name in graph.used_directly if is_inside(name, node.name))
     if direct:
-        return Manner.WHOLE, f"{', '.join(direct)} is used without calling its layer"
+        problem = f"{', '.join(direct)} is used without calling its layer"
     if not problem:
         return Manner.SHARDED, ""
     if roles & (COLUMNWISE | ROWWISE):

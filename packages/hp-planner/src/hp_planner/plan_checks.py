@@ -83,7 +83,18 @@ def check_tied(facts: Facts) -> Iterator[Violation]:
     """One tensor under several names is placed alike under each."""
     expected = _expected(facts, untied=True)
     by_name = {spec.name: spec for spec in expected.parameters}
+    members = facts.members
     for names in facts.plan.tied:
+        for name in names[1:]:
+            if name in members and name not in by_name:
+                yield Violation(
+                    "tied",
+                    name,
+                    f"a role with a template under this name of {names[0]} too",
+                    members[name].reason,
+                    f"override {generalized(name.rpartition('.')[0])!r} and the module of "
+                    f"{names[0]} with none",
+                )
         contracts = {name: by_name[name].contract for name in names if name in by_name}
         if len(set(contracts.values())) > 1:
             found = ", ".join(f"{n} {show_contract(c)}" for n, c in contracts.items())

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hp_dtensor.plan import BoundaryKind, ParameterSpec, ShardingPlan
+from hp_planner.axis_specs import spec_without_axis
 from hp_planner.boundaries import Boundary
 from hp_planner.context_axis import add_context_axis
 from hp_planner.expert_axis import add_expert_axis
 from hp_planner.graph import ModuleGraph, is_inside
-from hp_planner.settings import Settings
+from hp_planner.settings import TENSOR_AXIS, Settings
 from hp_planner.templates.attention import attention
 from hp_planner.templates.block import local
 from hp_planner.templates.context import Context
@@ -57,8 +58,8 @@ def instantiate_templates(
     """Pass 4: the plan that the templates give, with the modules in `local` left whole.
 
     Parameters whose role has no template are left out unless they are inside a local module;
-    lint reports them. With one tensor-parallel rank everything is replicated and there are no
-    boundaries.
+    lint reports them. With one tensor-parallel rank all parameters are replicated; boundaries are
+    drawn only if another model axis has more ranks.
     """
     context = Context(graph, settings, boundaries, local)
     drafts = [_draft(context, boundary) for boundary in boundaries]
@@ -94,7 +95,7 @@ def _unnamed_local(context: Context) -> tuple[Boundary, ...]:
     """Local modules that are no boundary by themselves: `none` on a block without a template."""
     named = {b.module for b in context.boundaries if b.kind is not None}
     found = []
-    for name in context.local - named if context.settings.tensor_size > 1 else ():
+    for name in context.local - named if context.settings.model_size > 1 else ():
         own = context.find(name)
         home = max((m for m in named if is_inside(name, m)), key=len)
         found.append(Boundary(name, None, own.members if own is not None else (), home))
@@ -103,7 +104,15 @@ def _unnamed_local(context: Context) -> tuple[Boundary, ...]:
 
 def _draft(context: Context, boundary: Boundary) -> Drafted:
     if context.settings.tensor_size == 1:
-        return Drafted(replicated(boundary, "one tensor-parallel rank: replicated"))
+        contracts = replicated(boundary, "one tensor-parallel rank: replicated")
+        drawn = _drawn(context, boundary) if context.settings.model_size > 1 else Drafted()
+        specs = tuple(spec_without_axis(spec, TENSOR_AXIS) for spec in drawn.specs)
+        return Drafted(contracts, specs)
+    return _drawn(context, boundary)
+
+
+def _drawn(context: Context, boundary: Boundary) -> Drafted:
+    """What the templates give for more than one tensor-parallel rank."""
     if context.inside_local(boundary.module):
         inside = replicated(boundary, f"inside a module {LEFT_WHOLE}")
         opaque = boundary.kind is BoundaryKind.EXPERTS

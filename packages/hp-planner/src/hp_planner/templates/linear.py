@@ -92,12 +92,15 @@ def by_linear(context: Context, boundary: Boundary) -> Drafted:
             continue
         node = context.graph.module(member.parameter.module)
         contract = REPLICATED
-        if member.role in COLUMNWISE and _divides(node, size, 1):
+        kind = boundary.kind or BoundaryKind.MLP
+        # A layer whose weight some code reads past it cannot have its own entry and exit.
+        called = not context.graph.used_directly & {p.name for p in node.parameters}
+        if called and member.role in COLUMNWISE and _divides(node, size, 1):
             contract = column_weight(node, member.is_bias)
-            specs[node.name] = column_layer(node, boundary.kind or BoundaryKind.MLP)
-        elif member.role in ROWWISE and _divides(node, size, 0):
+            specs[node.name] = column_layer(node, kind)
+        elif called and member.role in ROWWISE and _divides(node, size, 0):
             contract = row_weight(node, member.is_bias)
-            specs[node.name] = row_layer(node, boundary.kind or BoundaryKind.MLP)
+            specs[node.name] = row_layer(node, kind)
         if contract == REPLICATED and not member.is_bias:
             member = evolve(member, reason=f"{member.reason}; replicated: {why}")
         contracts += ((member, contract),)
