@@ -36,9 +36,9 @@ def test_every_option_can_be_given_on_the_command_line() -> None:
     ("text", "message"),
     [
         ("dp=2", "unknown axis 'dp'"),
-        ("tp", "tp needs a size"),
-        ("tp=two", "tp needs a size"),
-        ("tp=0", "tp needs a size"),
+        ("tp", "axis 'tp' needs a size"),
+        ("tp=two", "axis 'tp' needs a size"),
+        ("tp=0", "axis 'tp' needs a size"),
         ("tp=2,tp=2", "given twice"),
         ("", "unknown axis ''"),
     ],

@@ -6,7 +6,6 @@ every mesh. Nothing is downloaded.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from hp_integration.errors import InputError
+from hp_planner import model_source
 
 # Sizes of the built-in models; the vocabulary is the corpus's.
 _SHARED: dict[str, Any] = {
@@ -125,27 +125,22 @@ def _model_type(name: str) -> str:
     """The transformers model type that `name` stands for, as a type or as a class name."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    classes = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    if name in classes:
-        return name
-    for model_type, class_name in classes.items():
-        if name == class_name:
-            return model_type
-    raise InputError(
-        f"--model {name}: unknown; give {', '.join(BUILT_IN)}, or a causal LM of transformers by "
-        "model type (qwen3) or class (Qwen3ForCausalLM)"
-    )
+    try:
+        found = model_source.model_type(name)
+    except model_source.UsageError as error:
+        raise InputError(
+            f"--model {name}: unknown; give {', '.join(BUILT_IN)}, or a causal LM of transformers "
+            f"by model type (qwen3) or class (Qwen3ForCausalLM): {error}"
+        ) from None
+    if found not in dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise InputError(f"--model {name}: {found} is no causal LM of transformers")
+    return found
 
 
 def _read_config(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        values = json.loads(path.read_text())
-    except OSError as error:
-        raise InputError(f"--config {path}: cannot read it: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"--config {path}: not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"--config {path}: expected a JSON object, found {type(values).__name__}")
-    return values
+        return model_source.read_json(path)
+    except model_source.UsageError as error:
+        raise InputError(f"--config: {error}") from None

@@ -13,6 +13,7 @@ from attrs import field, frozen
 
 from hp_integration.data_parallel import BATCH_AXES
 from hp_integration.errors import InputError
+from hp_planner import model_source
 
 # Slowest varying first: replicas on different hosts, tensor parallelism inside one.
 MESH_AXES = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
@@ -141,19 +142,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
         InputError: an axis is unknown or repeated, or a size is not a positive whole number.
     """
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, equals, size = (piece.strip() for piece in part.partition("="))
-        if axis not in MESH_AXES:
-            raise InputError(
-                f"--mesh {text}: unknown axis {axis!r}, known are {', '.join(MESH_AXES)}"
-            )
-        if not equals or not size.isdecimal() or int(size) < 1:
-            raise InputError(f"--mesh {text}: axis {axis} needs a size, as in {axis}=2")
-        if axis in sizes:
-            raise InputError(f"--mesh {text}: axis {axis} is given twice")
-        sizes[axis] = int(size)
-    return sizes
+    try:
+        return model_source.parse_mesh(text, MESH_AXES)
+    except model_source.UsageError as error:
+        raise InputError(str(error)) from None
 
 
 def _flag(name: str) -> str:

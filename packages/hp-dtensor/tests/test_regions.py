@@ -13,11 +13,14 @@ from hp_dtensor import (
     BoundarySpec,
     BoundaryTensor,
     Contract,
+    ContractError,
+    DTensor,
     ParameterSpec,
     PlanError,
     Region,
     RegionKind,
     Replicate,
+    Shard,
     ShardingPlan,
     distribute_tensor,
     parallelize,
@@ -121,3 +124,32 @@ def test_the_function_works_between_entry_and_exit_of_the_boundary(mode):
     expected = whole(torch.ones(1, 2)).detach()
     for found in run_ranks(body, 2):
         torch.testing.assert_close(found, 2 * 2 * expected)  # two ranks, each doubled
+
+
+class Beside(nn.Linear):
+    """Takes a second argument that a plan need not know."""
+
+    def forward(self, input, **kwargs):
+        assert not isinstance(kwargs["beside"], DTensor)
+        return super().forward(input) + kwargs["beside"]
+
+
+def test_an_opaque_region_is_given_whole_tensors_that_no_contract_declares_and_no_others():
+    made = plan_with(Region(RegionKind.OPAQUE))
+    two = AbstractMesh.of({"tp": 2})
+    plan = ShardingPlan(made.model, two, ("tp",), made.parameters, made.boundaries)
+
+    class Outer(nn.Sequential):
+        def forward(self, input, beside):
+            return self[0](input, beside=beside)
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        mine = parallelize(Outer(Beside(2, 2, bias=False)), plan, mesh, mode="validate")
+        whole = distribute_tensor(torch.ones(2, 2), mesh, [Replicate()])
+        mine(whole, whole)
+        cut = distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)])
+        with pytest.raises(ContractError, match="'beside' of the opaque region is a DTensor"):
+            mine(whole, cut)
+
+    run_ranks(body, 2)

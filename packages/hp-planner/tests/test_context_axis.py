@@ -26,7 +26,9 @@ def test_the_sequence_is_cut_from_the_first_layer_to_the_final_norm():
     for name in (LAYER, f"{LAYER}.mlp", f"{LAYER}.self_attn", f"{LAYER}.input_layernorm"):
         assert ends(made, name) == (PART, PART, PART, PART), name
     assert ends(made, "model.norm") == (PART, PART, PART, R)
-    assert not [b for b in made.boundaries if b.module in ("lm_head", "model.embed_tokens")]
+    for name in ("lm_head", "model.embed_tokens"):
+        spec = made.boundary(name)
+        assert {tensor.inside for tensor in (*spec.inputs, *spec.outputs)} == {R}, name
 
 
 def test_what_sees_a_part_of_the_sequence_has_summands_for_gradients():

@@ -199,7 +199,9 @@ def _install(
         install_region(module, boundary, axes)
     outputs = list(crossings(boundary, "output", axes))
     likes = _likes(boundary, inputs)
-    leave = CheckedExit(name, outputs, axes, opaque, valued, likes)
+    # What a region's own function hands the module is not what arrived at the boundary.
+    function = boundary.region.function if boundary.region is not None else ""
+    leave = CheckedExit(name, outputs, axes, opaque, valued, {} if function else likes)
     module.register_forward_hook(leave, with_kwargs=True)
     if opaque and likes and not valued:
         module.forward = _stand_in(module, inputs, outputs, likes)
@@ -363,7 +365,8 @@ class CheckedEntry(_Check):
                 inside = map_tensors(functools.partial(self._enter, crossing), value)
                 args, kwargs = argument.write(args, kwargs, inside)
         if self.opaque:
-            self._refuse_undeclared(args, kwargs)
+            args = tuple(self._undeclared(index, value) for index, value in enumerate(args))
+            kwargs = {name: self._undeclared(name, value) for name, value in kwargs.items()}
         return args, kwargs
 
     def _enter(self, crossing: Crossing, tensor: Tensor) -> Tensor:
@@ -378,13 +381,23 @@ class CheckedEntry(_Check):
         moved = self._move(crossing, tensor)
         return moved.to_local() if self.opaque else moved
 
-    def _refuse_undeclared(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for position, value in (*enumerate(args), *kwargs.items()):
-            if _has_dtensor(value):
-                raise ContractError(
-                    f"boundary {self.name}: argument {position!r} of the opaque region is a "
-                    "DTensor that no contract declares; declare it in the plan"
-                )
+    def _undeclared(self, position: object, value: Any) -> Any:
+        """An argument that no contract declares: the whole tensor, as in production, if it is one
+        and has no gradient; else refused."""
+        if not _has_dtensor(value):
+            return value
+
+        def whole(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, DTensor):
+                return tensor
+            if tensor.layout.is_replicated and not tensor.requires_grad:
+                return tensor.to_local()
+            raise ContractError(
+                f"boundary {self.name}: argument {position!r} of the opaque region is a DTensor "
+                "that no contract declares; declare it in the plan"
+            )
+
+        return map_tensors(whole, value)
 
 
 class CheckedExit(_Check):

@@ -53,6 +53,21 @@ def without_axis(contract: Contract, axis: str) -> Contract:
     )
 
 
+def spec_without_axis(spec: BoundarySpec, axis: str) -> BoundarySpec:
+    """The boundary as it is where the axis has one rank."""
+
+    def alone(tensor: BoundaryTensor) -> BoundaryTensor:
+        outside, inside = without_axis(tensor.outside, axis), without_axis(tensor.inside, axis)
+        return evolve(tensor, outside=outside, inside=inside)
+
+    return evolve(
+        spec,
+        inputs=tuple(map(alone, spec.inputs)),
+        outputs=tuple(map(alone, spec.outputs)),
+        localize=tuple(a for a in spec.localize if a.axis != axis),
+    )
+
+
 def blank_block(node: ModuleNode, kind: BoundaryKind, reason: str) -> BoundarySpec:
     """A block of a layer, or a layer: hidden states in, hidden states out, all replicated."""
     arguments = node.forward.arguments

@@ -137,12 +137,12 @@ def _cut(spec: BoundarySpec, whole: bool, first: bool, layers: list[str]) -> Bou
         outside = tensor.outside if final else _part(tensor.outside)
         return evolve(tensor, outside=outside, inside=inside(tensor.inside))
 
-    return evolve(
-        spec,
-        inputs=tuple(map(entering, spec.inputs)),
-        outputs=tuple(map(leaving, spec.outputs)),
-        region=spec.region if whole else _region(spec),
-    )
+    region = spec.region if whole else _region(spec)
+    outputs = tuple(map(leaving, spec.outputs))
+    if region is not None and region is not spec.region:
+        # An opaque region owes what it returns: as many features of the same tokens.
+        outputs = tuple(evolve(tensor, like=spec.inputs[0].where) for tensor in outputs)
+    return evolve(spec, inputs=tuple(map(entering, spec.inputs)), outputs=outputs, region=region)
 
 
 def _region(spec: BoundarySpec) -> Region | None:

@@ -76,7 +76,8 @@ def _dispatched(node: ModuleNode, spec: BoundarySpec) -> BoundarySpec:
     region = Region(
         RegionKind.OPAQUE, "tokens travel to the ranks that hold their experts", DISPATCH
     )
-    return evolve(spec, localize=(*spec.localize, *localize), region=region)
+    outputs = tuple(evolve(tensor, like=spec.inputs[0].where) for tensor in spec.outputs)
+    return evolve(spec, localize=(*spec.localize, *localize), region=region, outputs=outputs)
 
 
 def _blank(node: ModuleNode) -> BoundarySpec:

@@ -55,6 +55,11 @@ class Settings:
         """Ranks among which sequences are shared; 1 where the mesh has no such axis."""
         return self._size(CONTEXT_AXIS)
 
+    @property
+    def model_size(self) -> int:
+        """Ranks of all model axes together."""
+        return self.tensor_size * self.expert_size * self.context_size
+
     def _size(self, axis: str) -> int:
         return self.mesh.size(axis) if axis in self.mesh.axis_names else 1
 
