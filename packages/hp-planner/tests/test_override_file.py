@@ -27,7 +27,7 @@ def test_a_condition_goes_with_use_or_with_placements():
     condition = Condition("tp", 4, BoundaryKind.MOE, (("model_type", "qwen3_moe"),))
     assert one({"when": when, "use": "none"}) == Override("a.b", Sentinel.NONE, condition)
     found = one({"when": {"axis": "tp"}, "tp": "S(1)"})
-    assert found == Override("a.b", Contract({"tp": Shard(1)}), Condition("tp"))
+    assert found == Override("a.b", Contract({"tp": Shard(1)}), Condition("tp"), axes=("tp",))
 
 
 def test_a_file_is_read_and_a_repeated_key_in_it_is_refused(tmp_path):

@@ -110,6 +110,10 @@ def test_every_condition_must_hold(when, applies):
         ("model.layers.0.mpl", "model.layers.0.mlp"),
         ("*.q_prj.weight", "q_proj"),
         ("lm_heads", "lm_head"),
+        ("model.layers.1.self_atn.k_proj", "model.layers.1.self_attn.k_proj"),
+        ("layers.*.self_attention", "self_attn"),
+        ("*.feed_forward", "nearest: "),
+        ("nothing.at.all", "nearest: "),
     ],
 )
 def test_a_name_that_matches_nothing_is_an_error_with_the_nearest_names(key, near):
@@ -211,3 +215,45 @@ def test_all_problems_of_all_overrides_are_listed_together():
         plan(model("qwen3"), MESH, overrides={"nope": "none", "*.nada": "auto"})
     assert "'nope'" in str(caught.value)
     assert "'*.nada'" in str(caught.value)
+
+
+def test_the_nearest_names_are_never_missing_and_layers_count_once():
+    with pytest.raises(PlanError) as caught:
+        plan(model("qwen3"), MESH, overrides={"zzz": "none"})
+    names = str(caught.value).partition("nearest: ")[2].split(", ")
+    assert len(names) == 3
+    known = {name for name, _ in model("qwen3").named_modules()}
+    known |= {name for name, _ in model("qwen3").named_parameters()}
+    assert set(names) <= known
+
+
+def test_placements_hold_for_the_axes_they_name_and_others_stay_as_derived():
+    overrides = {"*.mlp.experts.down_proj": {"ep": "S(0)", "tp": "S(2)"}}
+    mesh = {"ep": 2, "tp": 2}
+    made = plan(model("qwen3_moe"), mesh, overrides=overrides)
+    assert made.parameter("model.layers.0.mlp.experts.down_proj").contract == Contract(
+        {"ep": Shard(0), "tp": Shard(2)}
+    )
+    declared = plan(scaled(), {"cp": 2}, overrides={"model.layers.*.scale": {"tp": "R grad P"}})
+    assert declared.parameter("model.layers.0.scale").contract == Contract({}, {"cp": Partial()})
+
+
+def test_a_placement_on_an_axis_of_one_rank_is_passed_over():
+    overrides = {"*.q_proj.weight": {"tp": "S(0)"}}
+    for mesh in ({"dp_shard": 2}, {"tp": 1}, {"cp": 2}):
+        made = plan(model("qwen3"), mesh, overrides=overrides)
+        assert made == plan(model("qwen3"), mesh)
+
+
+EXPERT_GLOB = {"*.mlp": {"when": {"axis": "ep"}, "use": "none"}}
+
+
+def test_a_condition_on_the_expert_axis_does_not_widen_to_dense_blocks():
+    """A rule meant for experts, on names that dense blocks share (three of six layers)."""
+    with pytest.raises(PlanError, match="modules of several kinds"):
+        plan(model("qwen3_moe", **DENSE_FIRST), {"ep": 2}, overrides=EXPERT_GLOB)
+    named = {"*.mlp": {"when": {"axis": "ep", "boundary": "mlp"}, "use": "none"}}
+    made = plan(model("qwen3_moe", **DENSE_FIRST), {"ep": 2}, overrides=named)
+    cut = [s.name for s in made.parameters if "ep" in dict(s.contract.placements)]
+    assert len(cut) == 6
+    assert all(".experts." in name for name in cut)

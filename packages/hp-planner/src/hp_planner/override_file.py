@@ -9,9 +9,10 @@ parameter, or a glob (`*` crosses dots). Values:
 - `{when: {axis: tp, min: 2, boundary: moe, config: {model_type: qwen3_moe}}, use: none}`, or with
   placements in place of `use`: only where every condition holds.
 
-Order: an exact name beats every glob; among globs the first in the file whose condition holds
-wins. A name that matches nothing is an error, and so is a glob that reaches modules of several
-kinds (or parameters of several roles) without saying which one it means.
+Placements say what a parameter is on the axes they name; on the others it stays as derived, and an
+axis of one rank is passed over. Order: an exact name beats every glob; among globs the first in the
+file whose condition holds wins. A name that matches nothing is an error, and so is a glob that
+reaches modules of several kinds (or parameters of several roles) without saying which one it means.
 """
 
 from __future__ import annotations
@@ -59,11 +60,16 @@ class Condition:
 
 @frozen
 class Override:
-    """One entry of an override file."""
+    """One entry of an override file.
+
+    Attributes:
+        axes: those that placements are given for, replicated ones too.
+    """
 
     key: str
     value: Value
     condition: Condition = Condition()
+    axes: tuple[str, ...] = ()
 
     @property
     def is_glob(self) -> bool:
@@ -111,12 +117,17 @@ def _read_file(path: Path) -> Mapping[str, Any]:
 
 def _read_entry(key: str, value: Any) -> Override:
     if not (isinstance(value, Mapping) and "when" in value):
-        return Override(key, _read_value(key, value))
+        return Override(key, _read_value(key, value), axes=_axes(value))
     rest = {name: part for name, part in value.items() if name != "when"}
     if "use" in rest and len(rest) > 1:
         raise PlanError(f"override {key!r}: give either `use` or placements beside `when`")
     inner = rest.get("use", rest)
-    return Override(key, _read_value(key, inner), _read_condition(key, value["when"]))
+    condition = _read_condition(key, value["when"])
+    return Override(key, _read_value(key, inner), condition, _axes(inner))
+
+
+def _axes(value: Any) -> tuple[str, ...]:
+    return tuple(value) if isinstance(value, Mapping) else ()
 
 
 def _read_value(key: str, value: Any) -> Value:

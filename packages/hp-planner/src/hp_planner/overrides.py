@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from attrs import evolve, frozen
+from torch.distributed.tensor import Partial
 
 from hp_dtensor.placements import sharded_dims
 from hp_dtensor.plan import REPLICATED, BoundaryKind, Contract, ParameterSpec, ShardingPlan
+from hp_planner.axis_specs import on_axis, without_axis
 from hp_planner.boundaries import Boundary
 from hp_planner.errors import PlanError
-from hp_planner.folding import fold
+from hp_planner.expert_axis import BATCH_AVERAGE
+from hp_planner.folding import fold, split_numbers
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.override_file import DECLARED, Override, Overrides, Sentinel
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
-from hp_planner.settings import Settings
+from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS, Settings
 from hp_planner.templates import instantiate_templates
 
 
@@ -70,12 +73,7 @@ class Targets:
         return (hit, True) if hit else (parameters, False)
 
     def _nothing(self, key: str, names: list[str]) -> str:
-        """Nearest by the segments that the key spells out: all of them, or a glob's last ones."""
-        text = key.replace("*", "").strip(".")
-        count = text.count(".") + 1 if text != key else max(n.count(".") for n in names) + 1
-        tails = {".".join(name.split(".")[-count:]): name for name in reversed(names)}
-        near = difflib.get_close_matches(text, list(tails), n=3, cutoff=0.5)
-        shown = ", ".join(tails[tail] for tail in near) or "(no similar name)"
+        shown = ", ".join(nearest_names(key, names))
         return f"override {key!r} matches no module and no parameter; nearest: {shown}"
 
 
@@ -83,6 +81,32 @@ def _some(names: Iterable[str], limit: int = 4) -> str:
     folded = [text for text, _ in fold(names, lambda name: name, lambda _: 0)]
     rest = f" and {len(folded) - limit} more" if len(folded) > limit else ""
     return ", ".join(folded[:limit]) + rest
+
+
+def nearest_names(key: str, names: Sequence[str], count: int = 3) -> list[str]:
+    """The names most like a key, best first; there are always some.
+
+    A key is compared with the last segments of a name, as many as it spells out itself. Names that
+    differ in layer numbers only count once; of those the one most like the key is told.
+    """
+    spelled = [part for segment in key.split(".") if (part := segment.strip("*?[]!"))]
+    text = ".".join("#" if part.isdecimal() else part for part in spelled)
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(split_numbers(name)[0], []).append(name)
+
+    def likeness(pattern: str) -> float:
+        segments = pattern.split(".")
+        tail = ".".join(segments[-max(len(spelled), 1) :])
+        last = _ratio(spelled[-1] if spelled else text, segments[-1])
+        return 0.5 * _ratio(text, tail) + 0.5 * last
+
+    best = sorted(groups, key=lambda pattern: (-likeness(pattern), pattern.count("."), pattern))
+    return [max(groups[pattern], key=lambda name: _ratio(key, name)) for pattern in best[:count]]
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
 
 
 def merge_overrides(
@@ -168,7 +192,7 @@ def _holds(graph: ModuleGraph, settings: Settings, override: Override) -> bool:
 
 
 def _unusable(targets: Targets, settings: Settings, chosen: Chosen) -> list[str]:
-    if settings.tensor_size == 1:
+    if settings.model_size == 1:
         return []
     problems = []
     for name, override in chosen.items():
@@ -240,17 +264,38 @@ def _with_parameters(
         inside = any(is_inside(name, module) for module in local)
         if member is None or value is Sentinel.AUTO or (value is Sentinel.NONE and inside):
             continue
-        if settings.tensor_size == 1 or name in targets.graph.aliases:
+        if name in targets.graph.aliases or not _says_something(settings, override):
             continue
-        specs[name] = _declared(targets, member, override, specs.get(name))
+        specs[name] = _declared(targets, settings, member, override, specs.get(name))
     order = [p.name for p in targets.graph.parameters if p.name in specs]
     return evolve(plan, parameters=tuple(specs[name] for name in dict.fromkeys(order)))
 
 
+def _says_something(settings: Settings, override: Override) -> bool:
+    """Whether an override of a parameter is about an axis of more than one rank."""
+    if isinstance(override.value, Contract):
+        return any(settings.size(axis) > 1 for axis in override.axes)
+    return settings.tensor_size > 1
+
+
 def _declared(
-    targets: Targets, member: RoleAssignment, override: Override, spec: ParameterSpec | None
+    targets: Targets,
+    settings: Settings,
+    member: RoleAssignment,
+    override: Override,
+    spec: ParameterSpec | None,
 ) -> ParameterSpec:
-    contract = override.value if isinstance(override.value, Contract) else REPLICATED
+    """The parameter with what the override says on the axes it names, and as it was on others."""
+    home = targets.home(member.name)
+    base = _undeclared(settings, targets.kinds[home]) if spec is None else spec.contract
+    contract = without_axis(base, TENSOR_AXIS)
+    if isinstance(override.value, Contract):
+        contract = base
+        for axis in override.axes:
+            contract = without_axis(contract, axis)
+            if settings.size(axis) > 1:
+                gradient = dict(override.value.grad_placements).get(axis)
+                contract = on_axis(contract, axis, override.value.placement(axis), gradient)
     reason = f"override {override.key!r}"
     if spec is not None:
         return evolve(spec, contract=contract, reason=reason)
@@ -259,6 +304,18 @@ def _declared(
         role=DECLARED,
         shape=member.parameter.shape,
         contract=contract,
-        boundary=targets.home(member.name),
+        boundary=home,
         reason=reason,
     )
+
+
+def _undeclared(settings: Settings, kind: BoundaryKind | None) -> Contract:
+    """A parameter of no role on the axes that an override need not name: batches are averaged
+    over, and parts of the sequence summed."""
+    contract = REPLICATED
+    if settings.expert_size > 1:
+        contract = on_axis(contract, EXPERT_AXIS, gradient=BATCH_AVERAGE)
+    outside = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.MODEL)
+    if settings.context_size > 1 and kind not in outside:
+        contract = on_axis(contract, CONTEXT_AXIS, gradient=Partial())
+    return contract

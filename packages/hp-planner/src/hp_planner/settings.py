@@ -43,24 +43,25 @@ class Settings:
     @property
     def tensor_size(self) -> int:
         """Ranks of the tensor-parallel axis; 1 where the mesh has none."""
-        return self._size(TENSOR_AXIS)
+        return self.size(TENSOR_AXIS)
 
     @property
     def expert_size(self) -> int:
         """Ranks among which experts are shared; 1 where the mesh has no such axis."""
-        return self._size(EXPERT_AXIS)
+        return self.size(EXPERT_AXIS)
 
     @property
     def context_size(self) -> int:
         """Ranks among which sequences are shared; 1 where the mesh has no such axis."""
-        return self._size(CONTEXT_AXIS)
+        return self.size(CONTEXT_AXIS)
 
     @property
     def model_size(self) -> int:
         """Ranks of all model axes together."""
         return self.tensor_size * self.expert_size * self.context_size
 
-    def _size(self, axis: str) -> int:
+    def size(self, axis: str) -> int:
+        """Ranks of an axis; 1 where the mesh has none of that name."""
         return self.mesh.size(axis) if axis in self.mesh.axis_names else 1
 
     @property
