@@ -188,7 +188,14 @@ def compile_step(step: Step, part: RankStep, axis: MeshAxis) -> Run:
         return lambda local, origin: part.local(local)
     op = step.reduction
     if kind is Kind.ALL_REDUCE:
-        return lambda local, origin: all_reduce(pack(local), axis, op=op, origin=origin).wait()
+
+        def reduce(local: Tensor, origin: Origin) -> Tensor:
+            packed = pack(local)
+            if packed.is_complex():
+                return _reduce_complex(step, part, packed, axis, origin)
+            return all_reduce(packed, axis, op=op, origin=origin).wait()
+
+        return reduce
     sends, receives = part.uneven_sends, part.uneven_receives
     if kind is Kind.ALL_GATHER:
 
@@ -200,6 +207,8 @@ def compile_step(step: Step, part: RankStep, axis: MeshAxis) -> Run:
 
         def scatter(local: Tensor, origin: Origin) -> Tensor:
             packed = pack(local)
+            if packed.is_complex():
+                return _reduce_complex(step, part, packed, axis, origin)
             return unpack(reduce_scatter(packed, axis, sizes=sends, op=op, origin=origin).wait())
 
         return scatter

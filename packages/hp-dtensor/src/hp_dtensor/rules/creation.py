@@ -45,7 +45,8 @@ def rules() -> Mapping[str, Rule]:
     for name in words(
         """
     rand_like randn_like randint_like bernoulli bernoulli_ normal_ uniform_ random_ exponential_
-    cauchy_ log_normal_ geometric_ multinomial normal poisson binomial rrelu kaiming_uniform_
+    native_dropout pca_lowrank svd_lowrank cauchy_ log_normal_ geometric_ multinomial normal
+    poisson binomial rrelu kaiming_uniform_
     kaiming_normal_ xavier_uniform_ xavier_normal_ trunc_normal_ orthogonal_ sparse_
     gumbel_softmax feature_alpha_dropout fractional_max_pool2d fractional_max_pool3d
     fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices

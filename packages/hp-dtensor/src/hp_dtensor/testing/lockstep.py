@@ -175,6 +175,8 @@ class LockstepGroup(dist.ProcessGroup):
         output.copy_(torch.cat(pieces).view(output.shape))
         return _Done()
 
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
 
 class LockstepMesh(DeviceMesh):
     """A mesh as one simulated rank sees it; equal to no other, as each rank has its own."""
