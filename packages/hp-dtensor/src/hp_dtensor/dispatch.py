@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +23,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
+from hp_dtensor.rules.own_part import own_shape
 from hp_dtensor.rules.recipe import (
     Call,
     Everywhere,
@@ -88,7 +89,7 @@ class Step:
     origin: Origin
 
 
-@frozen
+@frozen(slots=False)
 class Plan:
     """A recipe with its transitions compiled: what one key resolves to.
 
@@ -100,6 +101,12 @@ class Plan:
     steps: tuple[Step | None, ...] | None
     call: Call
     nested: bool = False
+
+    @cached_property
+    def local_shape(self) -> torch.Size | None:
+        """What this rank's part of a single result must have; None for other results."""
+        outputs = self.recipe.outputs
+        return torch.Size(own_shape(outputs)) if type(outputs) is Layout else None
 
 
 class PlanCache:
@@ -439,6 +446,15 @@ def _run(
         result = run(func, local_args, local_kwargs)
     if plan.call.inplace:
         return _written(plan, found)
+    if type(result) is Tensor and plan.local_shape not in (None, result.shape):
+        raise operator_error(
+            plan.call.operator,
+            f"the rule gives this rank a result of shape {tuple(plan.local_shape)}, but the local "
+            f"result has {tuple(result.shape)}",
+            plan.call.layouts,
+            remedy="this is a fault of the operator's rule, please report it; use to_local() and "
+            "DTensor.from_local() around the operator until then",
+        )
     wrapped = _wrap(recipe.outputs, result, found, given)
     if recipe.copies or (plan.rule.views and getattr(found[0], _COPY, None)):
         _mark_copies(wrapped, plan.call.operator)
