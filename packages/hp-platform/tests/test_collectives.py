@@ -295,7 +295,10 @@ def test_a_lost_peer_is_reported_with_operation_axis_and_origin():
         if rank == 0:
             torch.distributed.destroy_process_group()
             return "gone"
-        handle = all_reduce(torch.ones(3), axis, origin=ORIGIN)
+        # Sent directly, it may be noticed when the call is made.
+        with pytest.raises(PeerError, match="lost its peers while waiting in all_reduce"):
+            all_reduce(torch.ones(3), axis, origin=ORIGIN).wait()
+        handle = all_reduce(torch.ones(3), axis, op="max", origin=ORIGIN)
         with pytest.raises(PeerError) as caught:
             handle.wait()
         with pytest.raises(PeerError):

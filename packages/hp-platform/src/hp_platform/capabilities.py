@@ -40,9 +40,9 @@ class Capabilities:
             bytes.
         uneven_all_gather: how an all-gather of unequal shares is made.
         uneven_reduce_scatter: how a reduce-scatter into unequal shares is made.
-        direct: all-gathers and reduce-scatters of equal shares are made of one send and one
-            receive for every pair of ranks, straight between the callers' tensors, instead of
-            the backend's own calls.
+        direct: all-gathers and reduce-scatters of equal shares, and sums of two ranks, are made
+            of one send and one receive for every pair of ranks, straight between the callers'
+            tensors, instead of the backend's own calls.
     """
 
     backend: str

@@ -44,7 +44,11 @@ from hp_platform.arguments import (
     make_output,
 )
 from hp_platform.axis import MeshAxis
-from hp_platform.direct import prepare_direct_all_gather, prepare_direct_reduce_scatter
+from hp_platform.direct import (
+    prepare_direct_all_gather,
+    prepare_direct_exchange,
+    prepare_direct_reduce_scatter,
+)
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
 from hp_platform.staging import brought_back, carried, copied, overwritten, plain, transportable
@@ -66,6 +70,7 @@ __all__ = [
     "gather_objects",
     "reduce",
     "reduce_scatter",
+    "repeatable_all_gather",
 ]
 
 _OPS = {
@@ -143,6 +148,40 @@ def all_gather(
         name, axis, origin, call.start, result, size, tensors, tensor.dtype, call.keep,
         call.finish, shares,
     )  # fmt: skip
+
+
+def repeatable_all_gather(
+    tensor: Tensor, axis: MeshAxis, *, output: Tensor
+) -> Callable[[Origin], Handle[Tensor]]:
+    """An all-gather that is made many times between the same tensors, of equal shares.
+
+    Arguments are checked now; each call of the result issues it, for the given origin.
+
+    Args:
+        tensor, output: as for `all_gather`.
+
+    Raises:
+        CollectiveError: an argument cannot be used.
+    """
+    name = "all_gather"
+    able = check_tensor(name, tensor, axis, NOBODY, rows=True)
+    rows = tensor.shape[0]
+    result = make_output(
+        name, axis, NOBODY, output, rows * axis.size, tensor, lambda: axis.rank * rows
+    )
+    group = axis.process_group
+    if group is None or not result.numel() or able is None:
+        return lambda origin: all_gather(tensor, axis, output=output, origin=origin)
+    source, target = transportable(tensor, able), transportable(result, able)
+    tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
+    if able.direct:
+        start = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group).start
+    else:
+
+        def start() -> tuple[Any, ...]:
+            return (all_gather_even(target, source, group=group, async_op=True),)
+
+    return lambda origin: issue(name, axis, origin, start, result, size, tensors, dtype)
 
 
 def reduce_scatter(
@@ -250,6 +289,12 @@ def all_reduce(
         staged = all_reduce(carried(tensor, axis), axis, op=op, origin=origin)
         return brought_back(staged, tensor)
     target = overwritten(tensor)
+    if able.direct and axis.size == 2 and op in _SUMS:
+        call = prepare_direct_exchange(target.view(-1), axis.rank, group)
+        return issue(
+            name, axis, origin, call.start, tensor, tensor.nbytes, (tensor,), tensor.dtype,
+            call.keep, _then_average(op, target, axis.size, call.finish),
+        )  # fmt: skip
     return issue(
         name, axis, origin,
         lambda: (dist.all_reduce(target, op=_OPS[op], group=group, async_op=True),),

@@ -1,4 +1,5 @@
-"""All-gather and reduce-scatter of equal shares out of sends and receives between every two ranks.
+"""Collectives out of sends and receives between every two ranks: all-gathers and reduce-scatters of
+equal shares, and the all-reduce of two ranks.
 
 Nothing is staged: every share travels from the memory it lies in to the memory it is meant for.
 Calls on one group match in the order in which they are issued, as those of other collectives do.
@@ -61,6 +62,22 @@ def prepare_direct_reduce_scatter(
             target.add_(other)
 
     return Prepared(start, finish, (scratch,))
+
+
+def prepare_direct_exchange(target: Tensor, rank: int, group: Any) -> Prepared:
+    """Adds the other rank's flat `target` to this one's, on a group of two.
+
+    Sums of two do not depend on their order, so both ranks get the same bits.
+    """
+    received = target.new_empty(target.numel())
+
+    def start() -> list[Any]:
+        return [_receive(received, 1 - rank, group), _send(target, 1 - rank, group)]
+
+    def finish() -> None:
+        target.add_(received)
+
+    return Prepared(start, finish, (received,))
 
 
 def _send(tensor: Tensor, peer: int, group: Any) -> Any:
