@@ -30,6 +30,7 @@ from hp_dtensor.contracts import (
 from hp_dtensor.dispatch import implicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
+from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial
@@ -203,6 +204,7 @@ def _install(
     function = boundary.region.function if boundary.region is not None else ""
     leave = CheckedExit(name, outputs, axes, opaque, valued, {} if function else likes)
     module.register_forward_hook(leave, with_kwargs=True)
+    install_late_bias(module, boundary, axes)
     if opaque and likes and not valued:
         module.forward = _stand_in(module, inputs, outputs, likes)
 

@@ -62,7 +62,7 @@ def attention_heads(graph: ModuleGraph, module: str) -> Heads | str:
     if any(0 in features(part) for part in (q, k, v, o)):
         return "q, k, v and the output projection are not all matrices"
     node = graph.module(module)
-    dim = node.attribute("head_dim", "head_size") or _config_head_dim(graph)
+    dim = node.attribute("head_dim", "head_size") or config_head_dim(graph)
     if dim is None:
         return "neither the module nor the config gives head_dim"
     rows = {"q": features(q)[1], "k": features(k)[1], "v": features(v)[1]}
@@ -83,7 +83,8 @@ def attention_heads(graph: ModuleGraph, module: str) -> Heads | str:
     return Heads(query=query, key_value=key_value, dim=dim, value_dim=value_dim)
 
 
-def _config_head_dim(graph: ModuleGraph) -> int | None:
+def config_head_dim(graph: ModuleGraph) -> int | None:
+    """Length of one head by the config, given or as a part of the hidden size."""
     given = graph.size("head_dim")
     hidden, heads = graph.size("hidden_size"), graph.size("num_attention_heads")
     if given is not None or hidden is None or not heads:

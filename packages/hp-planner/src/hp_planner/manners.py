@@ -22,8 +22,9 @@ from hp_planner.code_names import (
     PER_HEAD_NAMES,
 )
 from hp_planner.evidence import features
+from hp_planner.fused import heads_of, refinement
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside, join
-from hp_planner.heads import KEY, OUTPUT, QUERY, VALUE, Heads, attention_heads, child
+from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE, Heads, child
 from hp_planner.latent import latent_heads
 from hp_planner.layer_names import DOWN, FUSED_GATE_UP, GATE, SHARED_EXPERT, UP
 from hp_planner.proofs import fused_experts, section_order, spans_all_heads
@@ -45,7 +46,7 @@ COLUMNWISE = frozenset(
 ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN, Role.STATE_SPACE_OUT})
 IN_DENSE_ATTENTION = frozenset(
     {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUTPUT, Role.ATTENTION_GATE}
-    | {Role.HEAD_NORM, Role.SINK}
+    | {Role.HEAD_NORM, Role.SINK, Role.FUSED_QKV}
 )
 IN_LATENT_ATTENTION = frozenset(
     {Role.QUERY, Role.QUERY_DOWN, Role.QUERY_UP, Role.KEY_VALUE_DOWN, Role.KEY_VALUE_UP}
@@ -113,9 +114,11 @@ def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Rol
             return heads
         known = LATENT_NAMES
     else:
-        dense = attention_heads(graph, node.name)
+        dense = heads_of(graph, node.name)
         if isinstance(dense, str):
             return dense
+        told = refinement(node)
+        known |= told.names if told is not None else frozenset()
         stray = sorted(role.value for role in roles - IN_DENSE_ATTENTION)
         if stray:
             return f"no rule says how heads share {', '.join(stray)}"
@@ -149,7 +152,7 @@ def _known_part(node: ModuleNode, leaf: str, heads: Heads) -> bool:
         return False
     if len(weight.shape) == 1:
         return weight.shape == (heads.dim,) or spans_all_heads(heads, node)
-    if leaf in (*QUERY, *KEY, *VALUE, *OUTPUT):
+    if leaf in (*QUERY, *KEY, *VALUE, *FUSED_QKV, *OUTPUT):
         return True
     by_head = (heads.query, heads.query * heads.value_dim)
     per_head = ((heads.query, heads.dim), (heads.key_value, heads.dim))

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from hp_dtensor.placements import SectionedShard, Shard, describe
 from hp_dtensor.plan import BoundaryKind, ParameterSpec
 from hp_planner.facts import Facts, Violation, generalized
-from hp_planner.heads import Heads, attention_heads
+from hp_planner.fused import heads_of
+from hp_planner.heads import Heads
 from hp_planner.latent import LatentHeads, latent_heads
 from hp_planner.manners import Manner
 from hp_planner.roles import Role
@@ -20,7 +21,7 @@ def check_heads(facts: Facts) -> Iterator[Violation]:
         if boundary.manner is not Manner.SHARDED:
             continue
         latent = latent_heads(facts.graph, boundary.module)
-        dense = attention_heads(facts.graph, boundary.module)
+        dense = heads_of(facts.graph, boundary.module)
         count, dim = 0, 0
         if isinstance(dense, Heads):
             count, dim = dense.query, dense.dim

@@ -20,6 +20,7 @@ from hp_planner.boundaries import Boundary
 from hp_planner.context_axis import add_context_axis
 from hp_planner.expert_axis import add_expert_axis
 from hp_planner.graph import ModuleGraph, is_inside
+from hp_planner.loss_axis import keep_logits_sharded
 from hp_planner.settings import TENSOR_AXIS, Settings
 from hp_planner.templates.attention import attention
 from hp_planner.templates.block import local
@@ -88,7 +89,8 @@ def instantiate_templates(
         tied=graph.tied,
     )
     with_experts = add_expert_axis(graph, boundaries, settings, local, made)
-    return add_context_axis(graph, boundaries, settings, local, with_experts)
+    with_context = add_context_axis(graph, boundaries, settings, local, with_experts)
+    return keep_logits_sharded(settings, with_context)
 
 
 def _unnamed_local(context: Context) -> tuple[Boundary, ...]:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from hp_dtensor.plan import BoundaryKind, BoundarySpec, BoundaryTensor, LocalAttribute
+from hp_dtensor.placements import SectionedShard
+from hp_dtensor.plan import (
+    BoundaryKind,
+    BoundarySpec,
+    BoundaryTensor,
+    Contract,
+    LocalAttribute,
+)
 from hp_planner.boundaries import Boundary
 from hp_planner.code_names import LOCAL_SIZES
+from hp_planner.evidence import is_transposed
+from hp_planner.fused import heads_of, refinement
 from hp_planner.graph import ModuleNode
+from hp_planner.heads import Heads
 from hp_planner.manners import COLUMNWISE, ROWWISE, Manner
 from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS
@@ -46,6 +56,7 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
     graph = context.graph
     node = graph.module(boundary.module)
     before, after = context.exchange(boundary)
+    told = refinement(node)
     contracts: Members = ()
     late: BoundarySpec | None = None
     sized: dict[str, BoundarySpec] = {}
@@ -54,7 +65,9 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
             continue
         holder = graph.module(member.parameter.module)
         contract = SUMMED_GRADIENT
-        if member.role in COLUMNWISE:
+        if member.role is Role.FUSED_QKV and told is not None and told.order == "sections":
+            contract = _sections(heads_of(graph, node.name), is_transposed(holder), member)
+        elif member.role in COLUMNWISE:
             contract = column_weight(holder, member.is_bias)
             sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.ATTENTION)}
         elif member.role in ROWWISE:
@@ -72,6 +85,14 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
         reason="every rank computes its own heads",
     )
     return Drafted(contracts, (spec, *sized.values(), *((late,) if late else ())))
+
+
+def _sections(heads: Heads | str, transposed: bool, member: RoleAssignment) -> Contract:
+    """q, k and v each cut by itself, so that every rank holds whole heads of all three."""
+    assert isinstance(heads, Heads)
+    dim = 1 if transposed and not member.is_bias else 0
+    query, key_value = heads.query * heads.dim, heads.key_value * heads.dim
+    return Contract({TENSOR_AXIS: SectionedShard(dim, (query, key_value, key_value))})
 
 
 def _head_by_head(member: RoleAssignment) -> bool:

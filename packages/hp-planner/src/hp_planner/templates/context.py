@@ -6,8 +6,8 @@ from attrs import field, frozen
 
 from hp_dtensor.plan import REPLICATED, BoundaryKind, Contract
 from hp_planner.boundaries import Boundary
+from hp_planner.fused import heads_of
 from hp_planner.graph import ModuleGraph, is_inside
-from hp_planner.heads import attention_heads
 from hp_planner.manners import Manner
 from hp_planner.settings import Settings
 from hp_planner.stream import final_norm
@@ -101,7 +101,7 @@ class Context:
         """Fewer key/value heads than ranks: every rank computes all heads."""
         if boundary.kind is not BoundaryKind.ATTENTION or boundary.manner is not Manner.SHARDED:
             return ""
-        heads = attention_heads(self.graph, boundary.module)
+        heads = heads_of(self.graph, boundary.module)
         size = self.settings.tensor_size
         if isinstance(heads, str) or heads.key_value % size == 0 or heads.query % size:
             return ""
