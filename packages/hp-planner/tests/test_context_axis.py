@@ -92,7 +92,9 @@ def test_an_attention_without_the_table_is_refused_by_name():
 def test_a_layer_that_works_along_the_sequence_is_refused():
     made = model("qwen3")
     made.model.layers[0].__class__ = ShiftedLayer
-    with pytest.raises(LintError, match=r"ShiftedLayer.forward uses roll"):
+    with pytest.raises(
+        LintError, match=r"treat every position alike outside their blocks.*ShiftedLayer|roll"
+    ):
         plan(made, {"cp": 2})
 
 
@@ -106,3 +108,8 @@ class ShiftedLayer(Qwen3DecoderLayer):
 def test_a_plan_with_the_axis_is_linted_again_from_its_yaml():
     made, source = plan(model("qwen3_moe"), {"cp": 2, "tp": 2}), model("qwen3_moe")
     assert lint(source, type(made).from_yaml(made.to_yaml())) == ()
+
+
+def test_a_state_along_the_sequence_is_refused():
+    with pytest.raises(LintError, match="carries a state along the sequence"):
+        plan(model("mamba2", num_heads=8, head_dim=16, expand=2, state_size=16), {"cp": 2})

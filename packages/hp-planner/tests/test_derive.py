@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_models import model
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from hp_dtensor.mesh import AbstractMesh
-from hp_dtensor.plan import ShardingPlan
+from hp_dtensor.plan import Contract, ShardingPlan
 from hp_planner import LintError, PlanError, derive, lint, plan
 from hp_planner.boundaries import group_boundaries, infer_boundary_types
 from hp_planner.graph import read_module
@@ -120,9 +121,21 @@ def test_axes_of_size_one_are_accepted():
     assert made.model_axes == ("tp", "ep", "cp")
 
 
-def test_loss_parallel_is_refused_and_not_ignored():
-    with pytest.raises(PlanError, match="loss_parallel"):
-        plan(model("qwen3"), {"tp": 2}, loss_parallel=True)
+def test_loss_parallel_hands_on_sharded_logits():
+    made = plan(model("qwen3"), {"tp": 2}, loss_parallel=True)
+    (output,) = made.boundary("lm_head").outputs
+    assert output.outside == output.inside == Contract({"tp": Shard(2)})
+    assert lint(model("qwen3"), made) == ()
+    gathered = plan(model("qwen3"), {"tp": 2})
+    assert gathered.boundary("lm_head").outputs[0].outside == Contract()
+    assert plan(model("qwen3"), {"dp_shard": 2}, loss_parallel=True) == plan(
+        model("qwen3"), {"dp_shard": 2}
+    )
+
+
+def test_loss_parallel_without_a_sharded_head_is_refused():
+    with pytest.raises(PlanError, match="no head that is sharded"):
+        plan(model("qwen3"), {"tp": 2}, loss_parallel=True, overrides={"lm_head": "none"})
 
 
 class Mlp(nn.Module):

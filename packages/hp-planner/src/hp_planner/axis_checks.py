@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from hp_dtensor.plan import BoundaryKind
 from hp_planner.axis_specs import is_whole
-from hp_planner.code_checks import SEQUENCE_METHODS
 from hp_planner.expert_axis import expert_count, expert_modules
 from hp_planner.facts import Facts, Violation, generalized
 from hp_planner.graph import is_inside
 from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS
+from hp_planner.stream import final_norm
 
 # What an attention's forward names when it looks up its function as transformers' modules do.
 ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
@@ -68,30 +68,19 @@ def check_context(facts: Facts) -> Iterator[Violation]:
     if _size(facts, CONTEXT_AXIS) == 1:
         return
     layers = [b for b in facts.boundaries if b.kind is BoundaryKind.LAYER]
-    final = [b for b in facts.boundaries if b.kind is BoundaryKind.NORM and b.home == ""]
-    if not layers or not final:
+    whole = next((b.problem for b in facts.boundaries if b.kind is BoundaryKind.MODEL), "")
+    if whole or not final_norm(facts.graph):
         yield Violation(
             "context",
             "",
-            "a list of layers and a norm after them, where the sequence is whole again",
-            "no layers" if not layers else "no such norm",
+            "layers that treat every position alike outside their blocks, and a norm after them",
+            whole or "no such norm",
             f"leave {CONTEXT_AXIS} out",
         )
     for boundary in facts.boundaries:
         inside = any(is_inside(boundary.module, layer.module) for layer in layers)
         if inside and not is_whole(boundary.module, facts.local):
             yield from _block(facts, boundary.module, boundary.kind, boundary.problem)
-    for layer in layers:
-        node = facts.graph.module(layer.module)
-        used = sorted(SEQUENCE_METHODS & node.forward.names)
-        if used and not is_whole(layer.module, facts.local):
-            yield Violation(
-                "context",
-                node.name,
-                "a layer that treats every position alike outside its blocks",
-                f"{node.class_name}.forward uses {', '.join(used)}",
-                f"override {generalized(node.name)!r} with none, or leave {CONTEXT_AXIS} out",
-            )
     if dict(facts.graph.config).get("output_router_logits"):
         yield Violation(
             "context",
@@ -105,7 +94,15 @@ def check_context(facts: Facts) -> Iterator[Violation]:
 def _block(facts: Facts, name: str, kind: BoundaryKind | None, problem: str) -> Iterator[Violation]:
     node = facts.graph.module(name)
     remedy = f"override the block around {generalized(name)!r} with none"
-    if kind is None:
+    if kind is BoundaryKind.MIXER:
+        yield Violation(
+            "context",
+            name,
+            "blocks that need no more of the sequence than attention's keys and values",
+            f"{node.class_name}, which carries a state along the sequence",
+            f"override {generalized(name)!r} with none",
+        )
+    elif kind is None:
         expected, found = "a block that may be given a part of the sequence", problem or "unknown"
         yield Violation("context", name, expected, found, remedy)
     elif kind is BoundaryKind.ATTENTION and ATTENTION_TABLE not in node.forward.names:

@@ -37,6 +37,7 @@ from hp_planner.axis_specs import (
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.settings import CONTEXT_AXIS, Settings
+from hp_planner.stream import final_norm
 
 GATHERED_ATTENTION = "hp_integration.regions:context_parallel"
 ON_SEQUENCE = (
@@ -68,30 +69,31 @@ def add_context_axis(
     if settings.context_size == 1:
         return plan
     layers = [b.module for b in boundaries if b.kind is BoundaryKind.LAYER]
+    last = final_norm(graph)
     specs = {spec.module: spec for spec in plan.boundaries}
-    for name, kind in _drawn_here(graph, boundaries, local, layers).items():
+    for name, kind in _drawn_here(boundaries, local, layers, last).items():
         reason = LEFT_WHOLE if name in local else "part of a layer"
         specs.setdefault(name, blank_block(graph.module(name), kind, reason))
     for name, spec in specs.items():
         owner = enclosing(boundaries, name)
-        if owner is not None and _on_sequence(spec, owner, boundaries):
-            specs[name] = _cut(spec, name in local, bool(layers) and name == layers[0], layers)
-    parameters = [_parameter(spec, local, boundaries) for spec in plan.parameters]
+        along = is_inside_any(name, layers) or name in layers or name == last
+        if owner is None or not along:
+            continue
+        if name in local or _on_sequence(spec, owner, boundaries):
+            specs[name] = _cut(spec, name in local, name == layers[0], name == last)
+    parameters = [_parameter(spec, local, layers, last) for spec in plan.parameters]
     return replaced(plan, graph, specs, parameters)
 
 
 def _drawn_here(
-    graph: ModuleGraph,
-    boundaries: tuple[Boundary, ...],
-    local: frozenset[str],
-    layers: list[str],
+    boundaries: tuple[Boundary, ...], local: frozenset[str], layers: list[str], last: str
 ) -> dict[str, BoundaryKind]:
     """Boundaries that the sequence needs, whether or not tensor parallelism has drawn them."""
     found = {
         b.module: b.kind
         for b in boundaries
         if b.kind in ON_SEQUENCE
-        and (is_inside_any(b.module, layers) or b.kind in (BoundaryKind.LAYER, BoundaryKind.NORM))
+        and (is_inside_any(b.module, layers) or b.module in layers or b.module == last)
         and not any(is_inside(b.module, module) for module in local)
         and not _in_experts_block(b, boundaries)
     }
@@ -119,9 +121,8 @@ def _on_sequence(spec: BoundarySpec, owner: Boundary, boundaries: tuple[Boundary
     return not _in_experts_block(evolve(owner, module=spec.module), boundaries)
 
 
-def _cut(spec: BoundarySpec, whole: bool, first: bool, layers: list[str]) -> BoundarySpec:
+def _cut(spec: BoundarySpec, whole: bool, first: bool, final: bool) -> BoundarySpec:
     """The boundary's tensors on a part of the sequence: outside, and inside unless `whole`."""
-    final = spec.kind is BoundaryKind.NORM and not is_inside_any(spec.module, layers)
     inside: Callable[[Contract], Contract] = (lambda contract: contract) if whole else _part
 
     def entering(tensor: BoundaryTensor) -> BoundaryTensor:
@@ -154,11 +155,11 @@ def _region(spec: BoundarySpec) -> Region | None:
 
 
 def _parameter(
-    spec: ParameterSpec, local: frozenset[str], boundaries: tuple[Boundary, ...]
+    spec: ParameterSpec, local: frozenset[str], layers: list[str], last: str
 ) -> ParameterSpec:
     """On a part of the sequence a parameter's gradient is a summand."""
-    outside = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.MODEL)
-    owner = enclosing(boundaries, spec.boundary)
-    if owner is None or owner.kind in outside or is_whole(spec.boundary, local):
+    home = spec.boundary
+    along = is_inside_any(home, layers) or home in layers or home == last
+    if not along or is_whole(home, local):
         return spec
     return evolve(spec, contract=on_axis(spec.contract, CONTEXT_AXIS, gradient=Partial()))

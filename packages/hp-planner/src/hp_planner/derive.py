@@ -11,7 +11,7 @@ from torch import nn
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.plan import ShardingPlan
 from hp_planner.boundaries import group_boundaries, infer_boundary_types
-from hp_planner.errors import LintError, PlanError
+from hp_planner.errors import LintError
 from hp_planner.graph import ModuleGraph, read_module
 from hp_planner.lint import lint, report
 from hp_planner.override_file import Overrides, read_overrides
@@ -55,16 +55,16 @@ def plan(
     Args:
         model: a module, on any device, the meta device included. It is read, never changed.
         mesh: a DeviceMesh, or names and sizes, `{"dp_shard": 2, "tp": 2}`. The planner shards over
-            `tp`; `dp_replicate` and `dp_shard` are left to `fully_shard`.
+            `tp`, `ep` (experts) and `cp` (sequences); `dp_replicate` and `dp_shard` are left to
+            `fully_shard`.
         overrides: a mapping or a YAML file, see `hp_planner.override_file`.
         sequence_parallel: keep the hidden states between blocks sharded along the sequence.
-        loss_parallel: leave the logits sharded over the vocabulary; not available yet.
+        loss_parallel: leave the logits sharded over the vocabulary, on `tp`; the loss is then
+            computed on the shards, see `hp_integration.vocabulary_cross_entropy`.
 
     Raises:
         PlanError: the mesh, an argument or an override cannot be used.
         LintError: the model cannot be planned so; every violation is listed, with a remedy.
     """
-    if loss_parallel:
-        raise PlanError("loss_parallel=True is not available yet: the logits are gathered")
-    settings = Settings(read_mesh(mesh), sequence_parallel)
+    settings = Settings(read_mesh(mesh), sequence_parallel, loss_parallel)
     return derive(read_module(model), settings, read_overrides(overrides))

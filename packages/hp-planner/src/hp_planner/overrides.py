@@ -315,7 +315,12 @@ def _undeclared(settings: Settings, kind: BoundaryKind | None) -> Contract:
     contract = REPLICATED
     if settings.expert_size > 1:
         contract = on_axis(contract, EXPERT_AXIS, gradient=BATCH_AVERAGE)
-    outside = (BoundaryKind.EMBEDDING, BoundaryKind.HEAD, BoundaryKind.MODEL)
+    outside = (
+        BoundaryKind.EMBEDDING,
+        BoundaryKind.POSITION,
+        BoundaryKind.HEAD,
+        BoundaryKind.MODEL,
+    )
     if settings.context_size > 1 and kind not in outside:
         contract = on_axis(contract, CONTEXT_AXIS, gradient=Partial())
     return contract

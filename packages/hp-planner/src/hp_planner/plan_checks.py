@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from hp_dtensor.plan import Contract, ShardingPlan
 from hp_planner.facts import Facts, Violation, generalized, show_contract
 from hp_planner.graph import ModuleGraph
+from hp_planner.loss_axis import is_loss_parallel
 from hp_planner.override_file import DECLARED
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS, Settings
@@ -112,7 +113,8 @@ def _expected(facts: Facts, untied: bool = False) -> ShardingPlan:
     graph = facts.graph
     if untied:
         graph = ModuleGraph(graph.model, graph.model_type, graph.modules, graph.config)
-    settings = Settings(facts.plan.mesh, facts.sequence_parallel)
+    loss_parallel = is_loss_parallel(facts.plan)
+    settings = Settings(facts.plan.mesh, facts.sequence_parallel, loss_parallel)
     return instantiate_templates(graph, facts.boundaries, settings, facts.local)
 
 

@@ -30,6 +30,7 @@ class Settings:
 
     mesh: AbstractMesh
     sequence_parallel: bool = True
+    loss_parallel: bool = False
 
     def __attrs_post_init__(self) -> None:
         known = (*DATA_AXES, *MODEL_AXES)
