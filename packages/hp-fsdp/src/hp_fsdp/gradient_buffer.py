@@ -8,6 +8,7 @@ and the tail are zero and therefore neutral under SUM.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from attrs import frozen
@@ -16,7 +17,7 @@ from torch import Tensor
 from hp_platform.buffers import BufferLayout, aligned_empty
 
 
-@frozen
+@frozen(slots=False)
 class GradientSlots:
     """Where the gradients of some parameters lie in a buffer of one element type."""
 
@@ -31,12 +32,17 @@ class GradientSlots:
         """A fresh buffer. Only the gaps are zeroed: reduce-scatters overwrite every view."""
         layout = self.layout
         data = aligned_empty(layout.total, layout.dtype, device)
-        position = 0
-        for offset, numel in zip(layout.offsets, layout.numels):
-            data[position:offset].zero_()
-            position = offset + numel
-        data[position:].zero_()
-        return GradientBuffer(data, tuple(layout.views(data, [(n,) for n in layout.numels])))
+        for start, stop in self._gaps:
+            data[start:stop].zero_()
+        views = [data[o : o + n] for o, n in zip(layout.offsets, layout.numels)]
+        return GradientBuffer(data, tuple(views))
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
+        """Where no gradient lies, as (start, stop) in elements."""
+        ends = [o + n for o, n in zip(self.layout.offsets, self.layout.numels)]
+        bounds = zip([0, *ends], [*self.layout.offsets, self.layout.total])
+        return tuple((start, stop) for start, stop in bounds if start < stop)
 
 
 @frozen
