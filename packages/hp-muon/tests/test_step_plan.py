@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from hp_dtensor import AbstractMesh, Layout, Replicate, Shard, StridedShard
+from hp_muon import MuonError
 from hp_muon.plan_builder import batch_capacity, build_plan
 from hp_muon.step_plan import MAX_BATCH_ELEMENTS, Entry, Orthogonalization
 from hp_muon.views import MatrixView
@@ -109,3 +111,74 @@ def test_qwen3_30b_over_16_ranks_communicates_for_cut_matrices_only():
     gathered = sum(b.rows * b.cols * b.own.count for b in plan.batches if b.domain.shard_size == 16)
     assert gathered == sum(math.prod(shape) for shape in dense)
     assert [plan.balance(label) for label in plan.loads] == [1.0]
+
+
+def test_the_load_is_spread_over_all_domains_of_a_mesh():
+    """Matrices cut by one axis and replicated over another do not all go to the same ranks."""
+    mesh = AbstractMesh(("dp", "tp"), (2, 2))
+    parameters = [
+        *[((64, 64), (Shard(0), Shard(1)))] * 5,  # 5 over 4 ranks
+        *[((48, 48), (Shard(0), Replicate()))] * 3,
+        *[((32, 32), (Replicate(), Shard(0)))] * 3,
+    ]
+    found = [
+        build_plan(entries(*parameters, mesh=mesh), coordinate=coord)
+        for coord in mesh.coordinates()
+    ]
+    (mesh_name,) = found[0].loads
+    for plan, coord in zip(found, mesh.coordinates()):
+        assert torch.equal(plan.loads[mesh_name], found[0].loads[mesh_name])
+        assert float(plan.loads[mesh_name][coord]) == plan.operations
+    assert found[0].balance(mesh_name) < 1.35
+    # Each domain on its own would give its odd matrix to the first rank of all.
+    assert max(plan.operations for plan in found) < 1.35 * found[0].loads[mesh_name].mean()
+
+
+def test_uneven_groups_of_experts_agree_on_the_loads():
+    mesh = AbstractMesh(("ep", "dp"), (2, 2))
+    parameters = [((3, 32, 16), (Shard(0), Shard(1))), ((32, 16), (Replicate(), Shard(0)))] * 3
+    found = [
+        build_plan(entries(*parameters, mesh=mesh), coordinate=coord)
+        for coord in mesh.coordinates()
+    ]
+    (mesh_name,) = found[0].loads
+    assert all(torch.equal(p.loads[mesh_name], found[0].loads[mesh_name]) for p in found)
+
+
+def test_measured_costs_replace_operations():
+    mesh = AbstractMesh(("dp",), (2,))
+    parameters = [((8, 8), (Shard(0),)), *[((8, 4), (Shard(0),))] * 4]
+    made = entries(*parameters, mesh=mesh)
+    costs = {(8, 8): 1.0, (8, 4): 10.0}
+    plan = build_plan(made, coordinate=(0,), costs=costs)
+    assert sorted(plan.loads["mesh0 (dp:2)"].tolist()) == [20.0, 21.0]
+    assert plan.digest != build_plan(made, coordinate=(0,)).digest
+    with pytest.raises(MuonError, match=r"'p1' holds 8 x 4 matrices, for which costs has no"):
+        build_plan(made, coordinate=(0,), costs={(8, 8): 1.0})
+
+
+def test_a_cap_bounds_what_is_staged_at_a_time():
+    mesh = AbstractMesh(("dp",), (2,))
+    made = entries(*[((64, 64), (Shard(0),))] * 16, mesh=mesh)
+    whole = build_plan(made, coordinate=(0,))
+    capped = build_plan(made, coordinate=(0,), max_batch_elements=4 * 64 * 64)
+    assert [len(p.batches) for p in (whole, capped)] == [1, 8]
+    # Gathered in bfloat16, with flags and padding.
+    assert 2 * 16 * 64 * 64 <= whole.workspace_bytes["staging"] < 2.2 * 16 * 64 * 64
+    assert capped.workspace_bytes["staging"] < whole.workspace_bytes["staging"] / 4
+    assert "bytes of buffers: staging" in str(capped)
+
+
+def test_kinds_of_one_parameter_have_one_replica_owner():
+    mesh = AbstractMesh(("r", "dp"), (2, 2))
+    view = MatrixView("(x d) m -> (x d) m", x=(4, 1, 1), d=8)
+    how = Orthogonalization(5, "asym5", 1e-7, torch.bfloat16)
+    layout = Layout(mesh, (Replicate(), Shard(0)), (48, 16))
+    made = [
+        Entry(index, f"p{index}", layout, v, torch.float32, torch.device("cpu"), how, kind)
+        for index in range(5)
+        for kind, v in enumerate(view.kinds((48, 16)))
+    ]
+    owned = [build_plan(made, coordinate=(replica, 0)).owned for replica in (0, 1)]
+    assert owned[0] | owned[1] == set(range(5))
+    assert not owned[0] & owned[1]
