@@ -14,7 +14,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
@@ -238,8 +238,21 @@ def simulated(monkeypatch):
     monkeypatch.setattr(hp_muon.relay, "broadcast", broadcast)
 
 
+def heads_cut_in_their_middle():
+    """Rows of two kinds that alternate, in shards that hold neither whole periods nor one run."""
+    mesh = AbstractMesh(("a", "b"), (2, 2))
+    view = MatrixView("(g x) c -> (g x) c", x=(1, 2))
+    layout = Layout(mesh, (Replicate(), Shard(0)), (15, 4))
+    return {
+        "mesh": mesh, "parameters": [((15, 4), layout, view)] * 3, "hosts": ["a"] * 4,
+        "deduplicate": True, "nesterov": True, "normuon_beta2": 0.9, "missing": 1,
+        "max_batch_elements": 2**29, "seed": 0, "tensor": "plain",
+    }  # fmt: skip
+
+
 @settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(case=cases())
+@example(case=heads_cut_in_their_middle())
 def test_any_layout_gives_the_dense_result_with_each_matrix_orthogonalized_once(simulated, case):
     generator = torch.Generator().manual_seed(case["seed"])
 
