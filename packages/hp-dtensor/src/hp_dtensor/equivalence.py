@@ -28,6 +28,7 @@ from hp_dtensor.contracts import (
     read_output,
 )
 from hp_dtensor.dispatch import implicit
+from hp_dtensor.dropouts import replace_dropouts
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import settled_placements
 from hp_dtensor.layout import Layout
@@ -160,7 +161,8 @@ def check_gradients(
             which must be the same on all ranks of the model axes.
         plan, mesh: as for `parallelize`.
         batch: this rank's batch, the same on all ranks of the model axes.
-        loss_fn: scalar loss of a model and a batch. It must not depend on random numbers.
+        loss_fn: scalar loss of a model and a batch. Of random numbers it may depend on what
+            `nn.Dropout` modules draw, and on no others.
         rtol, atol: a tensor agrees when its largest deviation is at most
             `atol + rtol * (largest absolute element of the reference)`.
         dense: also run the whole model on every rank, as the reference. Without it, production
@@ -180,6 +182,7 @@ def check_gradients(
     _agree_on_values(state, axes)
     runs: dict[str, _Run] = {}
     if dense:
+        replace_dropouts(first, plan, None, mesh)
         runs["dense"] = _run_dense(first, plan, batch, loss_fn)
     for mode in MODES:
         model = make_model()

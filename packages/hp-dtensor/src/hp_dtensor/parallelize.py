@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.contracts import ModelAxes
+from hp_dtensor.dropouts import replace_dropouts
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.plan_checks import PARALLELIZED, check_plan
@@ -29,6 +30,7 @@ def parallelize(
     *,
     mode: Literal["production", "validate"] = "production",
     settlement_dtype: torch.dtype | None = None,
+    dropout_seed: int = 0,
 ) -> M:
     """Applies a plan to a module, in place. Every rank of the mesh makes the call.
 
@@ -51,6 +53,8 @@ def parallelize(
         settlement_dtype: in which gradients of replicated parameters are summed over the model
             axes, e.g. `torch.float32` for bfloat16 parameters; None for each gradient's own.
             `fully_shard` takes over the sums of the parameters it shards.
+        dropout_seed: `nn.Dropout` modules become `hp_dtensor.random.Dropout`s seeded by this, their
+            names and the rank's place on the data axes. Their state is in the module's state dict.
 
     Returns:
         The module.
@@ -63,6 +67,7 @@ def parallelize(
     check_plan(module, plan, mesh, mode)
     _agree(plan, mesh, mode)
     axes = ModelAxes.of(plan, mesh)
+    replace_dropouts(module, plan, axes, mesh, dropout_seed)
     if mode == "production":
         apply_production(module, plan, mesh, axes, settlement_dtype)
     else:

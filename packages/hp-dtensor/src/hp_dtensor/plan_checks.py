@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.contracts import Argument, PlanError, layout_under
+from hp_dtensor.dropouts import dropout_findings
 from hp_dtensor.layout import Layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import RaggedShard, sharded_dims
@@ -43,6 +44,7 @@ def check_plan(
     findings += _layouts(module, plan)
     findings += _ties(module, plan)
     findings += _boundaries(module, plan)
+    findings += dropout_findings(module, plan)
     if findings:
         lines = "\n  - ".join(findings)
         raise PlanError(

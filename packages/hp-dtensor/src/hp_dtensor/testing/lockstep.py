@@ -224,6 +224,21 @@ class LockstepMesh(DeviceMesh):
     def get_coordinate(self) -> tuple[int, ...]:
         return self._place
 
+    def __getitem__(self, names: str | tuple[str, ...]) -> LockstepMesh:
+        """The axes `names` through this rank; the same object each time."""
+        kept = (names,) if isinstance(names, str) else tuple(names)
+        slices: dict[tuple[str, ...], LockstepMesh] = vars(self).setdefault("_slices", {})
+        if kept not in slices:
+            axes = [self._names.index(name) for name in kept]
+            place = [slice(None) if i in axes else c for i, c in enumerate(self._place)]
+            made = LockstepMesh(kept, [self._sizes[axis] for axis in axes], 0)
+            made.ranks, made.own_rank = self.ranks[tuple(place)], self.own_rank
+            made._place = tuple(self._place[axis] for axis in axes)
+            own = vars(self)["_hp_axes"]
+            vars(made)["_hp_axes"] = {i: own[axis] for i, axis in enumerate(axes)}
+            slices[kept] = made
+        return slices[kept]
+
 
 def _axis_of(mesh: LockstepMesh, axis: int, meetings: dict[Any, _Meeting]) -> MeshAxis:
     name, size, place = mesh.mesh_dim_names[axis], mesh.shape[axis], mesh.get_coordinate()
