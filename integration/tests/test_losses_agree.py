@@ -50,6 +50,13 @@ def test_four_ranks_have_the_losses_of_one_process(
     assert one.losses[-1] < one.losses[0] - 0.5
 
 
+@pytest.mark.ranks
+def test_a_loss_on_sharded_logits_is_the_same_loss(model: str, one: Result, train: Train) -> None:
+    options = ("--model", model, "--steps", "20", "--mesh", "tp=2", "--loss-parallel")
+    two = train(*options, ranks=2)
+    assert two.losses == pytest.approx(one.losses, rel=TOLERANCE[model], abs=0)
+
+
 def test_one_process_has_the_losses_of_the_plain_reference(
     model: str, one: Result, small_run: list[str]
 ) -> None:

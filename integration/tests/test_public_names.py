@@ -11,5 +11,6 @@ def test_the_public_names_are_these() -> None:
         "World",
         "process_group",
         "run",
+        "vocabulary_cross_entropy",
     ]
     assert all(getattr(hp_integration, name) is not None for name in hp_integration.__all__)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hp_integration.errors import InputError
+    from hp_integration.loss import vocabulary_cross_entropy
     from hp_integration.options import Options
     from hp_integration.train import Result, run
     from hp_integration.world import World, process_group
@@ -22,9 +23,18 @@ _EXPORTS = {
     "World": "world",
     "process_group": "world",
     "run": "train",
+    "vocabulary_cross_entropy": "loss",
 }
 
-__all__ = ["InputError", "Options", "Result", "World", "process_group", "run"]
+__all__ = [
+    "InputError",
+    "Options",
+    "Result",
+    "World",
+    "process_group",
+    "run",
+    "vocabulary_cross_entropy",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -97,6 +97,7 @@ def derive_plan(config: Any, options: Options) -> ShardingPlan:
             options.mesh,
             overrides=options.overrides,
             sequence_parallel=options.sequence_parallel,
+            loss_parallel=options.loss_parallel,
         )
     except (hp_planner.PlanError, OSError) as error:
         raise InputError(f"plan for --model {options.model}: {_one_line(error)}") from None

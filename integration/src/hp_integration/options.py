@@ -51,6 +51,7 @@ class Options:
     seed: int = 0
     eval_batches: int = 8
     sequence_parallel: bool = True
+    loss_parallel: bool = False
     overrides: Path | None = field(default=None, converter=_path)
     checks: bool = True
     out: Path = field(default=Path("runs/train"), converter=Path)
@@ -194,6 +195,11 @@ def _add_layout(group: argparse._ArgumentGroup) -> None:
         action="store_false",
         default=argparse.SUPPRESS,  # help would call the negated flag's default "True"
         help="exchange whole sequences between layers instead of sequence shards",
+    )
+    group.add_argument(
+        "--loss-parallel",
+        action="store_true",
+        help="leave logits sharded over the vocabulary and compute the loss on the shards",
     )
     group.add_argument(
         "--overrides", type=Path, metavar="FILE", help="YAML that changes the derived plan"

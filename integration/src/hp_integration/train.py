@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dtensor.plan import ShardingPlan
 from hp_integration.assemble import assemble, assemble_single
 from hp_integration.checkpoint import Progress, load_checkpoint, save_checkpoint
-from hp_integration.checks import gradient_check, validate_step
+from hp_integration.checks import gradient_check, validate_step, vocabulary_axis
 from hp_integration.data import frequency_loss
 from hp_integration.data_parallel import DATA_AXES, DataParallel
 from hp_integration.errors import InputError
@@ -100,11 +100,11 @@ def prepare(inputs: Inputs, report: Report) -> Trainer:
     """Checks the plan, then builds what trains, at its first step or where it stopped."""
     options = inputs.options
     if inputs.plan is None:
-        data = DataParallel()
+        data, vocabulary = DataParallel(), None
         assembly = assemble_single(inputs.make_model(), options)
     else:
         mesh = device_mesh(options.mesh)
-        data = DataParallel.of_mesh(mesh)
+        data, vocabulary = DataParallel.of_mesh(mesh), vocabulary_axis(mesh)
         if not inputs.plan.boundaries:
             report.nothing_to_check()
         elif options.checks:
@@ -114,7 +114,9 @@ def prepare(inputs: Inputs, report: Report) -> Trainer:
     schedule = learning_rate_schedule(
         assembly.optimizer, warmup=options.warmup, steps=options.steps
     )
-    trainer = Trainer(assembly.model, assembly.optimizer, schedule, inputs.corpus, options, data)
+    trainer = Trainer(
+        assembly.model, assembly.optimizer, schedule, inputs.corpus, options, data, vocabulary
+    )
     if inputs.resume is not None:
         resume(trainer, inputs, report)
     return trainer

@@ -23,15 +23,25 @@ from hp_integration.data import (
     rank_slice,
 )
 from hp_integration.data_parallel import DataParallel
+from hp_integration.loss import vocabulary_cross_entropy
 from hp_integration.options import Options
+from hp_platform.axis import MeshAxis
 
 
-def next_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+def next_token_loss(model: nn.Module, batch: Batch, vocabulary: MeshAxis | None = None) -> Tensor:
     """Mean cross-entropy (nats a token) of `batch`; a plain scalar.
 
     In validate mode the logits are a `DTensor`, and the loss is computed with their layout.
+
+    Args:
+        vocabulary: the axis over which the logits may be sharded, where the plan leaves them so.
     """
     logits = model(input_ids=batch.inputs).logits
+    size: int = model.config.vocab_size  # type: ignore[assignment,union-attr]
+    local = logits.to_local() if isinstance(logits, DTensor) else logits
+    if vocabulary is not None and local.shape[-1] != size:
+        scores, ids = local.flatten(0, 1).float(), batch.targets.flatten()
+        return vocabulary_cross_entropy(scores, ids, vocabulary)
     targets = _declared_beside(logits, batch.targets)
     loss = functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
     return loss.to_local() if isinstance(loss, DTensor) else loss
@@ -77,6 +87,7 @@ class Trainer:
     """A model, its optimizer and its place in the data.
 
     Attributes:
+        vocabulary: the axis over which the logits may be sharded.
         step: number of optimizer steps taken; also the index of the next batch.
         losses: of every step so far, averaged over the global batch, in nats a token.
     """
@@ -87,6 +98,7 @@ class Trainer:
     corpus: Corpus
     options: Options
     data: DataParallel
+    vocabulary: MeshAxis | None = None
     step: int = 0
     losses: list[float] = field(factory=list)
 
@@ -96,7 +108,7 @@ class Trainer:
         # Dropout, where a model has any, then depends on the step and the rows alone, so a
         # resumed run repeats it.
         torch.manual_seed(mixed_seed(self.options.seed, self.step, self.data.rank))
-        loss = next_token_loss(self.model, batch)
+        loss = next_token_loss(self.model, batch, self.vocabulary)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -113,7 +125,7 @@ class Trainer:
         with torch.no_grad():
             for batch in batches:
                 rows = rank_slice(batch, rank=self.data.rank, ranks=self.data.ranks)
-                total += next_token_loss(self.model, rows).double()
+                total += next_token_loss(self.model, rows, self.vocabulary).double()
                 count += 1
         self.model.train()
         return self.data.mean(total / count)
