@@ -152,13 +152,21 @@ def test_a_norm_over_all_heads_gathers_them():
 
 
 def test_a_block_whose_code_is_not_known_is_sharded_linear_by_linear():
-    made = plan(model("phi3"), {"tp": 2})
-    qkv, out = (f"model.layers.0.self_attn.{name}" for name in ("qkv_proj", "o_proj"))
+    made = plan(model("codegen", n_layer=1, rotary_dim=8), {"tp": 2})
+    qkv, out = (f"transformer.h.0.attn.{name}" for name in ("qkv_proj", "out_proj"))
     assert flow(made.boundary(qkv)) == {"input": (R, SUMMED), "": (R, cut(-1))}
     assert flow(made.boundary(out)) == {"input": (R, cut(-1)), "": (R, P)}
-    assert flow(made.boundary("model.layers.0.self_attn")) == {
-        "hidden_states": (cut(1), R),
-        "0": (cut(1), R),
+
+
+def test_fused_q_k_and_v_of_known_order_are_cut_each_by_itself():
+    """Four query heads and two of k and v: each rank holds two and one of each."""
+    made = plan(model("phi3"), {"tp": 2})
+    name = "model.layers.0.self_attn"
+    contract = made.parameter(f"{name}.qkv_proj.weight").contract
+    assert contract.placement("tp") == SectionedShard(0, (64, 32, 32))
+    assert {(a.name, a.value) for a in made.boundary(name).localize} == {
+        ("config.num_attention_heads", 4),
+        ("num_key_value_heads", 2),
     }
 
 
