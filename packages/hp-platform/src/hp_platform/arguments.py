@@ -6,6 +6,7 @@ gloo, for one, accepts strided tensors and silently writes to the wrong places.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from hp_platform.ledger import Origin
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+# What a subclass has that leaves its operations, and so its memory, to PyTorch.
+_NO_DISPATCH = Tensor.__torch_dispatch__
 
 _REMEDIES = {
     torch.bool: "reduce .to(torch.uint8) or .to(torch.int32): 'max' is any, 'min' is all",
@@ -35,7 +38,7 @@ def check_tensor(
     rows: bool = False,
     writes: bool = False,
 ) -> Capabilities | None:
-    """Checks type, contiguity, device and dtype; returns the backend's capabilities.
+    """Checks type, memory, contiguity, device and dtype; returns the backend's capabilities.
 
     Args:
         reduces: the collective computes, so the backend must know the dtype.
@@ -58,8 +61,10 @@ def check_tensor(
         # Complex types, which alone can be conjugated, are in neither set.
         and tensor.dtype in (able.reduces if reduces else able.moves)
         and not tensor.is_neg()
+        and not tensor.is_nested
         and (not rows or tensor.shape)
-        and not (writes and tensor.requires_grad)
+        and not (writes and (tensor.requires_grad or tensor.is_inference()))
+        and _has_memory(tensor)
     ):
         return able
     return _examine(operation, tensor, axis, origin, reduces, rows, writes)
@@ -79,6 +84,12 @@ def _examine(
     if type(tensor) not in _PLAIN and hasattr(tensor, "to_local"):
         problem = f"a {type(tensor).__name__} cannot be sent; pass its local tensor"
         refuse(operation, axis, origin, problem)
+    if type(tensor).__torch_dispatch__ is not _NO_DISPATCH:
+        problem = f"a {type(tensor).__name__} handles operations itself and may have no memory"
+        refuse(operation, axis, origin, f"{problem}; pass the plain tensors inside it")
+    if tensor.is_nested or tensor.is_quantized:
+        problem = f"a {'nested' if tensor.is_nested else 'quantized'} tensor cannot be sent; pass "
+        refuse(operation, axis, origin, f"{problem}the plain tensors that it is made of")
     if tensor.layout != _STRIDED:
         refuse(operation, axis, origin, f"a {tensor.layout} tensor cannot be sent; densify it")
     if not tensor.is_contiguous():
@@ -107,7 +118,17 @@ def _examine(
         problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
         remedy = "move it there (only single elements are carried there and back)"
         refuse(operation, axis, origin, f"{problem}; {remedy}")
+    if tensor.numel() and tensor.device.type != "meta" and not _has_memory(tensor):
+        problem = "the tensor has no memory: its storage was freed, or a transform of torch.func "
+        refuse(operation, axis, origin, f"{problem}wraps it; pass a tensor that holds its values")
     return able
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # wrapped by a transform of torch.func
+        return False
 
 
 def check_written(
@@ -117,6 +138,9 @@ def check_written(
 
     Without it a graph that holds the tensor would silently differentiate other values.
     """
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        problem = f"{what} was made in inference mode and cannot be overwritten outside of it; "
+        refuse(operation, axis, origin, f"{problem}call under torch.inference_mode()")
     if tensor.requires_grad and torch.is_grad_enabled():
         problem = f"{what} requires grad and would be overwritten outside of autograd; "
         refuse(operation, axis, origin, f"{problem}call under torch.no_grad(), or pass .detach()")
@@ -142,7 +166,7 @@ def check_coordinate(
     operation: str, axis: MeshAxis, origin: Origin, name: str, coordinate: int
 ) -> None:
     """Checks that a source or destination is on the axis."""
-    if not 0 <= coordinate < axis.size:
+    if not isinstance(coordinate, int) or not 0 <= coordinate < axis.size:
         problem = f"{name}={coordinate} is not a coordinate of the axis; use 0 to {axis.size - 1}"
         refuse(operation, axis, origin, problem)
 
@@ -151,9 +175,12 @@ def check_shares(
     operation: str, axis: MeshAxis, origin: Origin, name: str, sizes: Sequence[int]
 ) -> tuple[int, ...]:
     """Checks that `sizes` has a number of rows for every coordinate."""
-    shares = tuple(sizes)
+    try:
+        shares = tuple(map(index, sizes))
+    except TypeError:
+        shares = ()
     if len(shares) != axis.size or min(shares) < 0:
-        problem = f"{name} {list(shares)} must be {axis.size} non-negative numbers of rows, "
+        problem = f"{name} {sizes!r} must be {axis.size} non-negative numbers of rows, "
         refuse(operation, axis, origin, f"{problem}one for every coordinate")
     return shares
 
@@ -186,17 +213,20 @@ def check_scratch(
     origin: Origin,
     scratch: Tensor | None,
     tensor: Tensor,
-    rows: int,
+    result: Tensor,
 ) -> None:
-    """Checks that `scratch`, if it is given, can hold all of `tensor` but `rows` rows."""
+    """Checks that `scratch`, if it is given, can hold all of `tensor` but what is in `result`."""
     if scratch is None:
         return
-    needed = tensor.numel() - rows * tensor.shape[1:].numel()
+    needed = tensor.numel() - result.numel()
     fits = scratch.ndim == 1 and scratch.numel() >= needed and scratch.is_contiguous()
     if not fits or scratch.dtype != tensor.dtype or scratch.device != tensor.device:
         problem = f"scratch is {scratch.dtype} on {scratch.device} of shape {tuple(scratch.shape)}"
         problem = f"{problem}; expected a 1-D {tensor.dtype} on {tensor.device} of at least "
         refuse(operation, axis, origin, f"{problem}{needed} elements")
+    if needed and (_share_memory(scratch, tensor) or _share_memory(scratch, result)):
+        problem = "scratch shares memory with the tensor or the output; give it memory of its own"
+        refuse(operation, axis, origin, problem)
 
 
 def make_output(
@@ -224,11 +254,15 @@ def make_output(
         and output.dtype is tensor.dtype
         and output.device == tensor.device
         and output.is_contiguous()
-        and not output.requires_grad
+        and not (output.requires_grad or output.is_inference())
+        and type(output) in _PLAIN
     ):
         _examine_output(operation, axis, origin, output, shape, tensor)
     # Tensors without memory, empty ones and those on the meta device, are at address 0.
     first, second = tensor.data_ptr(), output.data_ptr()
+    if first and not second and output.numel():
+        problem = "output has no memory, its storage was freed; allocate it first"
+        refuse(operation, axis, origin, problem)
     if first and second and first < second + output.nbytes and second < first + tensor.nbytes:
         row = tensor.shape[1:].numel() * tensor.element_size()
         if place is None or abs(first - second) != place() * row:
@@ -247,6 +281,9 @@ def _examine_output(
 ) -> None:
     if not isinstance(output, Tensor):
         refuse(operation, axis, origin, f"output must be a tensor, got {type(output).__name__}")
+    if type(output).__torch_dispatch__ is not _NO_DISPATCH:
+        problem = f"output is a {type(output).__name__}, which handles operations itself"
+        refuse(operation, axis, origin, f"{problem}; pass the plain tensor inside it")
     if output.shape != shape:
         found = tuple(output.shape)
         refuse(operation, axis, origin, f"output has shape {found}, the result has {shape}")
@@ -257,6 +294,13 @@ def _examine_output(
         problem = f"output of shape {shape} is not contiguous (strides {output.stride()}); "
         refuse(operation, axis, origin, f"{problem}give a contiguous view")
     check_written(operation, axis, origin, "output", output)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    first, second = one.data_ptr(), other.data_ptr()
+    if not first or not second:
+        return False
+    return first < second + other.nbytes and second < first + one.nbytes
 
 
 def refuse_overlaps(

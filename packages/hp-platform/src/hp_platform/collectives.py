@@ -222,7 +222,7 @@ def reduce_scatter(
         name, axis, origin, output, rows, tensor,
         lambda: rank * rows if shares is None else sum(shares[:rank]),
     )  # fmt: skip
-    check_scratch(name, axis, origin, scratch, tensor, result.shape[0])
+    check_scratch(name, axis, origin, scratch, tensor, result)
     group = axis.process_group
     if group is None or not tensor.numel():
         return Handle(copied(tensor, result))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
@@ -28,6 +30,7 @@ T = TypeVar("T")
 NOBODY = Origin("unknown")
 
 _logger = logging.getLogger("hp_platform")
+_AS_IT_IS = nullcontext()
 
 
 class Handle(Generic[T]):
@@ -37,7 +40,8 @@ class Handle(Generic[T]):
 
     - Nothing is valid before `wait()`: neither may the result be read nor may any tensor of the
       call be written. Backends differ in how much of this they forgive.
-    - `wait()` may be called again and returns the same result, or raises the same error.
+    - `wait()` may be called again, from any thread, and returns the same result, or raises the
+      same error.
     - The handle keeps every tensor that the call reads or writes alive until `wait()` has
       returned, so callers may drop theirs.
     - A handle that is dropped without `wait()` warns, naming who asked, and waits: the result
@@ -55,7 +59,9 @@ class Handle(Generic[T]):
         "_entries",
         "_error",
         "_finish",
+        "_inference",
         "_keep",
+        "_lock",
         "_operation",
         "_origin",
         "_result",
@@ -83,7 +89,9 @@ class Handle(Generic[T]):
         self._keep = keep
         self._finish = finish
         self._entries = entries
-        self._error: PeerError | None = None
+        self._error: Exception | None = None
+        self._lock = threading.Lock()
+        self._inference = torch.is_inference_mode_enabled()
 
     def wait(self) -> T:
         """Returns the result once it is valid; further calls return it again.
@@ -93,10 +101,16 @@ class Handle(Generic[T]):
         Raises:
             PeerError: the backend failed, with operation, axis and origin named.
         """
-        if self.done:
-            if self._error is not None:
-                raise self._error
-            return self._result
+        if not self.done:
+            # A second thread that waits must neither divide an average again nor return before.
+            with self._lock:
+                if not self.done:
+                    self._complete()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def _complete(self) -> None:
         if self._entries:
             enter_wait(self._entries)
         try:
@@ -107,15 +121,20 @@ class Handle(Generic[T]):
             self.done = True
             self._error = peer_error(self._operation, self._axis, self._origin, error)
             raise self._error from error
-        # Taken away first: a second thread that waits must not divide an average again.
         finish, self._finish = self._finish, None
         if finish is not None:
-            finish()
+            try:
+                # Tensors made in inference mode are written in it only.
+                with torch.inference_mode() if self._inference else _AS_IT_IS:
+                    finish()
+            except Exception as error:
+                # Waiting for the works again would hang, and leave the result unfinished.
+                self.done, self._error = True, error
+                raise
         self.done = True
         self._works = self._keep = ()
         if self._entries:
             enter_completion(self._entries)
-        return self._result
 
     def delivering(self, result: T, deliver: Callable[[], object]) -> Handle[T]:
         """This handle, whose `wait()` now also calls `deliver` and then returns `result`."""
@@ -180,13 +199,20 @@ def issue(
     except RuntimeError as error:
         if _tells_of_a_peer(error):
             raise peer_error(operation, axis, origin, error) from error
-        message = f"{where(operation, axis, origin)}: the backend refused the call: {error}"
-        raise CollectiveError(message) from error
+        raise _refused(operation, axis, origin, error) from error
+    except (TypeError, ValueError) as error:  # such as of a group that has been destroyed
+        raise _refused(operation, axis, origin, error) from error
     if entries:
         enter_start(entries)
     if keep:
         tensors += keep
     return Handle(result, works, operation, axis, origin, tensors, finish, entries)
+
+
+def _refused(operation: str, axis: MeshAxis, origin: Origin, error: Exception) -> CollectiveError:
+    return CollectiveError(
+        f"{where(operation, axis, origin)}: the backend refused the call: {error}"
+    )
 
 
 def _tells_of_a_peer(error: RuntimeError) -> bool:

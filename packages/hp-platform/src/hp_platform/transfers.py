@@ -144,17 +144,17 @@ def _start(
     result: T,
 ) -> Handle[T]:
     group = axis.process_group
-    operations = []
-    for transfer, able in zip(transfers, abilities):
-        if isinstance(transfer, Send):
-            tensor, peer = transportable(transfer.tensor, able), transfer.destination
-            operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=peer))
-        else:
-            tensor, peer = transportable(overwritten(transfer.tensor), able), transfer.source
-            operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer))
     tensors = tuple(transfer.tensor for transfer in transfers)
 
     def start() -> list[Any]:
+        operations = []
+        for transfer, able in zip(transfers, abilities):
+            if isinstance(transfer, Send):
+                tensor, peer = transportable(transfer.tensor, able), transfer.destination
+                operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=peer))
+            else:
+                tensor, peer = transportable(overwritten(transfer.tensor), able), transfer.source
+                operations.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer))
         return dist.batch_isend_irecv(operations)
 
     size = sum(tensor.nbytes for tensor in tensors)
