@@ -51,6 +51,8 @@ class FullBuffer:
             pages: where memory may be taken from.
         """
         if not self.is_held:
+            if pages is not None:
+                pages.count(self._nbytes)
             if self._region is not None:
                 if pages is not None:
                     pages.supply(self._region)
@@ -67,6 +69,8 @@ class FullBuffer:
         """
         if not self.is_held:
             return
+        if pages is not None:
+            pages.count(-self._nbytes)
         if self._region is not None:
             if pages is None:
                 self._region.drop()

@@ -44,9 +44,15 @@ class PagePool:
     """Pages that released regions have left, for those that are needed next.
 
     Holds no more than has been in use at one time: whatever is needed is taken from here first.
+
+    Attributes:
+        in_use: bytes of the buffers that are held now, on any device.
+        most_in_use: the most there have been at one time.
     """
 
     def __init__(self) -> None:
+        self.in_use = 0
+        self.most_in_use = 0
         # How many bytes of each released region, from its beginning, still have their pages.
         self._spare: dict[Region, int] = {}
 
@@ -54,6 +60,11 @@ class PagePool:
     def nbytes(self) -> int:
         """Bytes that wait for their next use."""
         return sum(self._spare.values())
+
+    def count(self, nbytes: int) -> None:
+        """A buffer of `nbytes` is held from now on; of `-nbytes`, no longer."""
+        self.in_use += nbytes
+        self.most_in_use = max(self.most_in_use, self.in_use)
 
     def leave(self, region: Region) -> None:
         """`region` is not needed for now; its contents are lost."""
