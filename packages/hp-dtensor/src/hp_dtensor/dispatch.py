@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 
+from hp_dtensor import extreme
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
@@ -530,6 +531,8 @@ def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
 
 
 def move(transition: Transition, local: Tensor, origin: Origin) -> Tensor:
+    if extreme.needs_gradient(local) and extreme.takes_extreme(transition):
+        return extreme.finish(transition, local, origin)
     return transition.apply(local, origin=origin)
 
 

@@ -152,6 +152,16 @@ def _grouped(call: Call) -> Recipe:
     return Recipe(derivation.operands, derivation.outputs[0])
 
 
+def _solve(call: Call) -> Recipe | None:
+    """Columns of the right-hand side are solved for one by one, so they may be cut."""
+    left, right = call.operands[:2]
+    if len(right.shape) != len(left.shape) or not call.get("left", True):
+        return None
+    text = "... [m] [k], ... [k] n -> ... [m] n"
+    derivation = derive(call.operator, parse(text, linear=False), call.layouts)
+    return Recipe(derivation.operands, derivation.outputs[0])
+
+
 def _whole_matrices(name: str, output: str = "... m n", count: int = 1) -> Rule:
     """Functions of each matrix: batches may be cut."""
 
@@ -195,6 +205,8 @@ def rules() -> Mapping[str, Rule]:
         found[name] = Rule(name, _grouped, ("input", "other", "offs", "bias", "out_dtype"))
     for name in words("inv inverse cholesky matrix_exp matrix_power"):
         found[name] = _whole_matrices(name)
+    for name in ("solve", "solve_triangular"):
+        found[name] = Rule(name, _solve, ("input", "other"))
     for name in words("det logdet"):
         found[name] = _whole_matrices(name, "...")
     found["slogdet"] = _whole_matrices("slogdet", "...", 2)

@@ -243,6 +243,18 @@ def _spread(call: Call) -> Recipe:
     return Recipe((over.needed,), outputs, run, communicates="sums over the cut dims")
 
 
+def _histogram(call: Call) -> Recipe:
+    """Counts in given bounds: each rank's own, to be summed."""
+    low, high = call.get("min", 0), call.get("max", 0)
+    layout = settled(call.input.layout)
+    counts = everything(layout)
+    if low == high and counts.partial_axes():
+        raise call.error(
+            "without bounds the bins would depend on each rank's values", "pass min= and max="
+        )
+    return Recipe((layout,), counts.with_shape((call.get("bins", 100),)))
+
+
 def _nanmean(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     count = (~torch.isnan(input)).sum(dim, keepdim=keepdim)
     return torch.nansum(input, dim, keepdim=keepdim, dtype=dtype) / count
@@ -264,6 +276,7 @@ def rules() -> Mapping[str, Rule]:
         "any": Rule("any", partial(_truth, op="max"), reduced),
         "prod": Rule("prod", _prod, reduced),
     }
+    found["histc"] = Rule("histc", _histogram, ("input", "bins", "min", "max"))
     for name in ("var", "std", "var_mean", "std_mean"):
         found[name] = Rule(name, _spread, ("input", "dim", "unbiased", "keepdim"))
     return found

@@ -56,13 +56,15 @@ SPACES: tuple[Any, ...] = (torch, torch.Tensor, F, torch.linalg, torch.special, 
 
 
 # Functions that share a rule's name and not its arguments: internal forms whose operands are in
-# another order, conversions to Python numbers, and F.unfold, which cuts images into patches.
+# another order, conversions to Python numbers, F.unfold, which cuts images into patches, and a
+# function that torch has removed.
 NOT_MEANT: frozenset[Callable[..., Any]] = frozenset(
     {
         torch.embedding,
         torch.batch_norm,
         torch.instance_norm,
         torch.poisson_nll_loss,
+        torch.solve,
         torch.kl_div,
         torch.binary_cross_entropy_with_logits,
         torch.hinge_embedding_loss,
