@@ -101,6 +101,13 @@ def test_a_plan_that_validation_finds_wrong_ends_with_status_4(capsys, tmp_path)
     assert run(capsys, *arguments, "--overrides", str(path))[0] == 0
 
 
+def test_settings_may_use_any_name_that_the_config_answers_to(capsys):
+    names = ["num_experts=4", "head_dim=16", "moe_intermediate_size=32", *SMALL[:-1]]
+    status, out, err = run(capsys, "qwen3_moe", "--mesh", "ep=2", "--set", *names)
+    assert (status, err) == (0, "")
+    assert "ep: S(0)" in out
+
+
 def test_overrides_and_options_reach_the_planner(capsys, tmp_path):
     path = tmp_path / "overrides.yaml"
     path.write_text("lm_head: none\n")

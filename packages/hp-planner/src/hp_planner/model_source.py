@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+# What models read from a config although its class does not declare it.
+UNDECLARED = ("head_dim",)
 FACTORY = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
 
@@ -90,8 +92,9 @@ def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
         raise UsageError(f"transformers {transformers.__version__} has no model type {kind!r}")
     if transformers.CONFIG_MAPPING[kind] not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UsageError(f"{kind} is no causal language model of transformers")
-    known = transformers.CONFIG_MAPPING[kind]().to_dict()
-    unknown = [key for key in settings if key not in known]
+    default = transformers.CONFIG_MAPPING[kind]()
+    # A config answers to names of other families, too (`attribute_map`).
+    unknown = [key for key in settings if not hasattr(default, key) and key not in UNDECLARED]
     if unknown:
         raise UsageError(f"--set: the config of {kind} has no {', '.join(unknown)}")
     try:
