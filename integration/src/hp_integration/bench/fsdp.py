@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_integration.bench.footprint import packed_bytes, peak_bytes
+from hp_integration.bench.host_time import milliseconds_a_unit
 from hp_integration.bench.pairs import median_of_pairs
 from hp_integration.bench.result import BenchResult, Row, Target, geometric_mean
 from hp_integration.bench.training_step import PEER, make_step, paired_seconds
@@ -33,13 +34,19 @@ def run(quick: bool) -> BenchResult:
         ]
         if None not in sides:
             peaks.append(Row(f"{case} peak memory", sides[0], PEER, sides[1], "bytes"))
+    found = milliseconds_a_unit(5 if quick else 15)
+    host = [
+        Row(f"host time a unit, {policy}", found[policy], PEER, found[PEER], "ms")
+        for policy in ("per_parameter", "shared_buffer")
+    ]
     ratios = [row.ratio for row in times]
     return BenchResult(
         "fsdp",
-        [*times, *copies, *peaks],
+        [*times, *host, *copies, *peaks],
         [
             Target("geometric mean of step ratios", geometric_mean(ratios), 0.75),
             Target("largest step ratio", max(ratios), 0.95),
+            *(Target(f"{row.case} over {PEER}'s", row.ratio, 1.0) for row in host),
             Target("bytes packed and unpacked", max(row.ours for row in copies), 0),
             *([Target("largest peak ratio", max(r.ratio for r in peaks), 1.0)] if peaks else []),
         ],
