@@ -32,7 +32,8 @@ def ours(parameters: list[nn.Parameter]) -> Muon:
 
 
 def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters)
+    """Fused: it goes through the dispatch of DTensor once a step, not once an operator."""
+    return torch.optim.AdamW(parameters, fused=True)
 
 
 def torch_muon(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
