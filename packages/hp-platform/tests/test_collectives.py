@@ -279,7 +279,7 @@ raise ValueError("the planted fault")
 """
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 1
     assert (

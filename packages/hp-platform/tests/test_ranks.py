@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from hp_platform import MeshAxis, Origin, RankFailure, all_reduce, barrier
+from hp_platform import MeshAxis, Origin, PeerError, RankFailure, all_reduce, barrier
 from hp_platform.testing import ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -65,7 +65,7 @@ def test_it_works_after_the_parent_has_computed_with_threads():
             torch.randn(1 << 20).sort()
             return bool(torch.isfinite(inner.grad).all())
 
-        assert run_ranks(body, 2, timeout=30) == [True, True]
+        assert run_ranks(body, 2) == [True, True]
     finally:
         torch.set_num_threads(before)
 
@@ -83,7 +83,7 @@ def test_an_exception_stops_the_others_and_shows_every_traceback(monkeypatch):
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run_ranks(body, 3)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     failure = caught.value
     assert failure.failed[0] == 1
     assert isinstance(failure.__cause__, KeyError)
@@ -123,9 +123,9 @@ def test_a_killed_rank_is_named_with_its_signal():
         barrier(MeshAxis.of_group())
 
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 of 2|rank 1, 0 of 2") as caught:
+    with pytest.raises(RankFailure, match=r"^rank 1 of 2 failed") as caught:
         run_ranks(body, 2)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 60
     assert "was killed by signal SIGKILL" in caught.value.reports[1]
 
 
@@ -139,29 +139,69 @@ def test_a_rank_that_ends_its_process_is_a_failure():
 def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck():
     def waits_for_ever(rank):
         if rank == 0:
-            return
+            asked_by = Origin("hp_fsdp", "layers.3", "backward")
+            all_reduce(torch.ones(1), MeshAxis.of_group(name="dp"), origin=asked_by).wait()
+        if rank == 1:
+            time.sleep(100)
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank 0, 1 of 3 did not finish within 4 s") as caught:
+        run_ranks(waits_for_ever, 3, timeout=4)
+    assert time.monotonic() - start < 60
+    stuck, asleep = caught.value.reports[0], caught.value.reports[1]
+    assert "in wait" in stuck
+    shown = "waiting in all_reduce on axis dp (ranks [0, 1, 2]), asked by hp_fsdp layers.3 backward"
+    assert shown in stuck
+    assert "in waits_for_ever" in asleep
+    assert "test_ranks.py" in asleep
+
+
+def test_a_rank_is_missed_at_once_though_a_process_of_its_own_holds_its_pipe():
+    def body(rank):
+        if rank == 1:
+            if os.fork() == 0:
+                time.sleep(100)
+                os._exit(0)
+            os._exit(3)
         time.sleep(100)
 
     start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 1 of 2 did not finish within 1 s") as caught:
-        run_ranks(waits_for_ever, 2, timeout=1)
-    assert time.monotonic() - start < 20
-    assert "in waits_for_ever" in caught.value.reports[1]
+    with pytest.raises(RankFailure, match="ended with exit code 3 without reporting") as caught:
+        run_ranks(body, 2, timeout=90)
+    assert time.monotonic() - start < 60
+    assert caught.value.failed == (1,)
 
 
-def test_a_rank_stuck_in_a_collective_is_shown_there():
+def test_a_peer_that_is_heard_of_first_is_not_taken_for_the_rank_that_failed(monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE", 20.0)
+
     def body(rank):
         if rank == 0:
-            asked_by = Origin("hp_fsdp", "layers.3", "backward")
-            all_reduce(torch.ones(1), MeshAxis.of_group(name="dp"), origin=asked_by).wait()
-        time.sleep(100)
+            raise PeerError("lost rank 1")
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(body, 2, timeout=1)
-    assert "in wait" in caught.value.reports[0]
-    shown = "waiting in all_reduce on axis dp (ranks [0, 1]), asked by hp_fsdp layers.3 backward"
-    assert shown in caught.value.reports[0]
-    assert "test_ranks.py" in caught.value.reports[1]
+    with pytest.raises(RankFailure, match=r"^rank 1 of 2 failed") as caught:
+        run_ranks(body, 2)
+    assert caught.value.failed == (1,)
+    assert "stopped because rank 1 failed: was killed by signal SIGKILL" in caught.value.reports[0]
+
+
+def test_a_signal_without_a_name_is_given_by_number():
+    with pytest.raises(RankFailure, match="was killed by signal 35"):
+        run_ranks(lambda: os.kill(os.getpid(), 35), 1)
+
+
+def test_a_body_that_takes_standard_output_away_does_not_return_into_the_parents_program():
+    def body():
+        sys.stdout = None
+
+    assert run_ranks(body, 1) == [None]
+
+
+def test_a_rank_cannot_fork_ranks_of_its_own():
+    with pytest.raises(RankFailure, match="this process is already in a process group"):
+        run_ranks(lambda: run_ranks(lambda: None, 1), 1)
 
 
 def test_no_child_is_left_over_after_a_failure():
@@ -190,7 +230,7 @@ run_ranks(lambda rank: os.write(1, f"rank {rank}\\n".encode()), 2)
 """
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=240
     )
     lines = done.stdout.splitlines()
     assert sorted(lines) == ["before", "exit handler", "rank 0", "rank 1"]

@@ -73,7 +73,7 @@ def reported_failures(what: str) -> Iterator[Activity]:
     except KeyboardInterrupt:
         _end(f"{_who()}: interrupted in {activity}", 130)
     except BaseException as error:
-        peer = _peer_error_behind(error)
+        peer = peer_error_behind(error)
         if peer is not None:
             first = _first_failure() or _UNEXPLAINED
             _end(f"{_who()} stopped in {activity}:\n{peer}\n{first}", 1)
@@ -122,7 +122,7 @@ def _who() -> str:
     return f"rank {rank} on {socket.gethostname()}"
 
 
-def _peer_error_behind(error: BaseException | None) -> BaseException | None:
+def peer_error_behind(error: BaseException | None) -> BaseException | None:
     """The peer's failure that `error` is or was caused by.
 
     Collectives that PyTorch makes by itself, such as those of distributed checkpoints, raise the
@@ -165,7 +165,7 @@ def _first_failure() -> str:
 def _end(report: str, code: int) -> None:
     _ending.acquire()
     bar = "=" * 72
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(Exception):  # the program may have put anything in their place
         sys.stdout.flush()
         sys.stderr.flush()
     # One write, so that the reports of several ranks do not mix line by line.

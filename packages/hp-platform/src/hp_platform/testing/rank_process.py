@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # documented, not in __all__
 
+from hp_platform.failures import peer_error_behind
 from hp_platform.testing.namespaces import enter_network
 from hp_platform.waiting import doing
 
@@ -113,7 +114,7 @@ def run_rank(
         _send(report, _failure(error))
     finally:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
+            with contextlib.suppress(Exception):  # the body may have put anything in their place
                 stream.flush()
         # Never return into the parent's interpreter: its pytest and atexit handlers would run.
         os._exit(code)
@@ -182,7 +183,8 @@ def _failure(error: BaseException) -> Mapping[str, Any]:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return {"traceback": text, "error": pickled}
+    lost_a_peer = peer_error_behind(error) is not None
+    return {"traceback": text, "error": pickled, "lost_a_peer": lost_a_peer}
 
 
 def _send(descriptor: int, message: Mapping[str, Any]) -> None:

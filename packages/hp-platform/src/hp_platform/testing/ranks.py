@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hp_platform.errors import HPError, RankFailure
 from hp_platform.testing.rank_process import (
@@ -34,7 +35,8 @@ from hp_platform.testing.rank_process import (
 
 _GRACE = 0.5
 """Seconds that ranks get to report what the first failure did to them."""
-_DUMP_TIME = 0.2
+_DUMP_TIME = 3.0
+"""Seconds that stuck ranks get to answer what they are doing, which takes a few milliseconds."""
 _TEARDOWN_TIME = 15.0
 
 
@@ -90,8 +92,10 @@ def run_ranks(
 
     Raises:
         RankFailure: a rank raised, died or did not finish in time. The others are stopped
-            within a second; the message holds every rank's traceback, exit status or stack.
-            A failing rank's exception is the cause where it can be pickled.
+            within a second, or three where one does not answer; the message holds every
+            rank's traceback, exit status or stack. A failing rank's exception is the cause
+            where it can be pickled. Ranks that only lost a peer do not count as failed.
+        HPError: this process is itself a rank, or has initialised the accelerator.
     """
     if world_size < 1:
         raise ValueError(f"run_ranks needs at least one rank, got world_size={world_size}")
@@ -108,6 +112,11 @@ def run_placed_ranks(
 ) -> list[Any]:
     """`run_ranks` with one rank at each of `places`, which may be different hosts."""
     world_size = len(places)
+    if dist.is_initialized():
+        raise HPError(
+            "run_ranks forks, and this process is already in a process group: call it from a "
+            "process that is not a rank, or destroy the group first"
+        )
     if backend != "gloo" and torch.cuda.is_initialized():
         raise HPError(
             f"run_ranks(backend={backend!r}) forks, and this process has already initialised "
@@ -178,8 +187,8 @@ def _collect(ranks: list[_Rank], deadline: float) -> tuple[int, ...]:
         for rank in ranks:
             selector.register(rank.report, selectors.EVENT_READ, rank)
         while selector.get_map() and time.monotonic() < deadline:
-            for key, _ in selector.select(min(0.2, max(0.0, deadline - time.monotonic()))):
-                rank = key.data
+            ready = selector.select(min(0.2, max(0.0, deadline - time.monotonic())))
+            for rank in [key.data for key, _ in ready] or _ended(selector):
                 _read(rank)
                 if rank.settled:
                     selector.unregister(rank.report)
@@ -190,6 +199,15 @@ def _collect(ranks: list[_Rank], deadline: float) -> tuple[int, ...]:
                 _collect_grace(selector)
                 break
     return tuple(failed)
+
+
+def _ended(selector: selectors.BaseSelector) -> list[_Rank]:
+    """The ranks whose processes are gone; a process that they left may hold the pipe open."""
+    gone = [key.data for key in selector.get_map().values() if _reaped(key.data)]
+    for rank in gone:
+        _read(rank)
+        rank.closed = True
+    return gone
 
 
 def _collect_grace(selector: selectors.BaseSelector) -> None:
@@ -213,12 +231,16 @@ def _read(rank: _Rank) -> None:
 
 def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> RankFailure:
     stuck = [rank for rank in ranks if not rank.settled]
+    failed = _culprits(ranks, failed)
     for rank in stuck:
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             os.write(rank.ask, b"?")
             os.kill(rank.pid, DUMP_SIGNAL)
+    end = time.monotonic() + _DUMP_TIME
+    while time.monotonic() < end and not all(_has_answered(rank) for rank in stuck):
+        time.sleep(0.02)
     if stuck:
-        time.sleep(_DUMP_TIME)
+        time.sleep(0.1)  # the last lines of an answer
     _kill(ranks)
     reports, cause = {}, None
     for rank in ranks:
@@ -244,6 +266,29 @@ def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> Ran
     return failure
 
 
+def _culprits(ranks: list[_Rank], first: tuple[int, ...]) -> tuple[int, ...]:
+    """Who failed of itself; `first`, who were heard of first, where nobody did.
+
+    A peer's account of a killed rank may arrive before it is known that that one was killed.
+    """
+    late = [r.rank for r in ranks if first and r.rank not in first and _has_failed(r)]
+    found = [rank for rank in (*first, *late) if not _lost_a_peer(ranks[rank])]
+    return tuple(found) or first
+
+
+def _has_failed(rank: _Rank) -> bool:
+    return rank.settled and "result" not in (rank.message() or {})
+
+
+def _lost_a_peer(rank: _Rank) -> bool:
+    return bool((rank.message() or {}).get("lost_a_peer"))
+
+
+def _has_answered(rank: _Rank) -> bool:
+    files = (rank.stack_file, rank.stack_file.with_suffix(DOING_SUFFIX))
+    return _reaped(rank) or all(file.exists() and file.stat().st_size for file in files)
+
+
 def _silence(rank: _Rank, *, stuck: bool) -> str:
     """What is known of a rank that sent nothing."""
     stacks = rank.stack_file.read_text() if rank.stack_file.exists() else ""
@@ -255,7 +300,8 @@ def _silence(rank: _Rank, *, stuck: bool) -> str:
     assert rank.status is not None
     if os.WIFSIGNALED(rank.status):
         number = os.WTERMSIG(rank.status)
-        return f"was killed by signal {signal.Signals(number).name}\n{stacks}"
+        names = {known.value: known.name for known in signal.Signals}  # not of all there are
+        return f"was killed by signal {names.get(number, number)}\n{stacks}"
     code = os.waitstatus_to_exitcode(rank.status)
     return f"ended with exit code {code} without reporting\n{stacks}"
 
