@@ -113,3 +113,14 @@ def test_a_plan_with_the_axis_is_linted_again_from_its_yaml():
 def test_a_state_along_the_sequence_is_refused():
     with pytest.raises(LintError, match="carries a state along the sequence"):
         plan(model("mamba2", num_heads=8, head_dim=16, expand=2, state_size=16), {"cp": 2})
+
+
+def test_a_plan_with_the_axis_validates_without_values():
+    from hp_dtensor.meta import validate_on_meta
+
+    made = model("qwen3_moe")
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    for mesh in ({"cp": 2}, {"ep": 2, "cp": 2, "tp": 2}):
+        found = plan(made, mesh)
+        report = validate_on_meta(made, found, {"input_ids": ids, "use_cache": False})
+        assert report.gradients == len(found.parameters)

@@ -247,12 +247,13 @@ def _stand_in(
         given = [argument.read(args, kwargs) for argument, _ in inputs]
         sources = [each for each in given if isinstance(each, Tensor)]
         sources += list(module.parameters())
+        owed = [crossing for crossing in outputs if not crossing.spec.optional]
         if not any(each.is_meta for each in sources) or set(likes) != {
-            crossing.spec.where for crossing in outputs
+            crossing.spec.where for crossing in owed
         }:
             return run(*args, **kwargs)
         made = {}
-        for crossing in outputs:
+        for crossing in owed:
             argument, source = likes[crossing.spec.where]
             model = argument.read(args, kwargs)
             shape = global_shape(source.target, source.abstract, tuple(model.shape))
@@ -261,7 +262,8 @@ def _stand_in(
         if "" in made:
             return made[""]
         if all(where.isdecimal() for where in made):
-            size = 1 + max(int(where) for where in made)
+            # What is optional is None, at its place in the tuple.
+            size = 1 + max(int(crossing.spec.where) for crossing in outputs)
             return tuple(made.get(str(index)) for index in range(size))
         return made
 

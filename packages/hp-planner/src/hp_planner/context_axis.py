@@ -50,6 +50,8 @@ ON_SEQUENCE = (
 ATTENTION_REGION = Region(
     RegionKind.OPAQUE, "keys and values are gathered inside, after rotary", GATHERED_ATTENTION
 )
+# Attention weights, of which a rank would have its queries' only, are not returned.
+NO_WEIGHTS = BoundaryTensor("1", Contract(), Contract(), plain=True, optional=True)
 FLATTENED = Region(RegionKind.OPAQUE, "batch and a part of the sequence are flattened inside")
 
 
@@ -143,6 +145,8 @@ def _cut(spec: BoundarySpec, whole: bool, first: bool, final: bool) -> BoundaryS
     if region is not None and region is not spec.region:
         # An opaque region owes what it returns: as many features of the same tokens.
         outputs = tuple(evolve(tensor, like=spec.inputs[0].where) for tensor in outputs)
+    if region is ATTENTION_REGION and [tensor.where for tensor in outputs] == ["0"]:
+        outputs = (*outputs, NO_WEIGHTS)
     return evolve(spec, inputs=tuple(map(entering, spec.inputs)), outputs=outputs, region=region)
 
 
