@@ -8,12 +8,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from hp_integration.bench import host_overhead
+from hp_integration.bench import fsdp, host_overhead
 from hp_integration.bench.__main__ import main
 from hp_integration.bench.handwritten import HandwrittenBlock
 from hp_integration.bench.muon import Case, lower_bound, measure, rows_of, targets_of
 from hp_integration.bench.muon_peers import GatherAndRunEverywhere, adamw, installed, ours
-from hp_integration.bench.pairs import interleaved, medians
+from hp_integration.bench.pairs import interleaved, median_of_pairs, medians
 from hp_integration.bench.result import BenchResult, Row, Target, geometric_mean
 from hp_integration.models import build_model
 from hp_platform.axis import MeshAxis
@@ -123,3 +123,15 @@ def _cut(whole: torch.nn.Module, part: torch.nn.Module, rank: int) -> None:
                 if source.shape[dim] != target.shape[dim]:
                     source = source.chunk(2, dim)[rank]
             target.copy_(source)
+
+
+def test_the_median_pair_is_one_that_was_measured() -> None:
+    times = {"ours": [1.0, 6.0, 3.0], "theirs": [4.0, 4.0, 4.0]}
+    assert median_of_pairs(times) == {"ours": 3.0, "theirs": 4.0}
+
+
+@pytest.mark.ranks
+def test_a_sharded_step_packs_nothing_and_fsdp2_does() -> None:
+    ours, theirs = run_ranks(lambda: fsdp._copies(64), 2)[0]
+    assert ours == 0
+    assert theirs > 0
