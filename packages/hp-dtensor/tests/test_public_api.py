@@ -48,10 +48,12 @@ PUBLIC = [
 
 TESTING = [
     "DistributedValue",
+    "LockstepMesh",
     "RuleReport",
     "check_plan",
     "check_redistribute",
     "check_rule",
+    "check_simulated",
     "collect",
     "distributed_tensors",
     "every_placement",
@@ -59,6 +61,7 @@ TESTING = [
     "meshes",
     "pairs_of",
     "placements",
+    "run_lockstep",
     "shapes",
     "spread",
 ]

@@ -65,6 +65,7 @@ NOT_MEANT: frozenset[Callable[..., Any]] = frozenset(
         torch.instance_norm,
         torch.poisson_nll_loss,
         torch.solve,
+        torch.Tensor.solve,
         torch.kl_div,
         torch.binary_cross_entropy_with_logits,
         torch.hinge_embedding_loss,

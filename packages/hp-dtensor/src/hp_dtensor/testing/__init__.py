@@ -3,8 +3,10 @@
 For the tests of this project and for those of its users. Needs the extra `hp-dtensor[testing]`.
 """
 
+from hp_dtensor.testing.lockstep import LockstepMesh, run_lockstep
 from hp_dtensor.testing.plan_check import check_plan
 from hp_dtensor.testing.rule_check import RuleReport, check_rule
+from hp_dtensor.testing.simulated_check import check_simulated
 from hp_dtensor.testing.strategies import (
     DistributedValue,
     check_redistribute,
@@ -21,10 +23,12 @@ from hp_dtensor.testing.strategies import (
 
 __all__ = [
     "DistributedValue",
+    "LockstepMesh",
     "RuleReport",
     "check_plan",
     "check_redistribute",
     "check_rule",
+    "check_simulated",
     "collect",
     "distributed_tensors",
     "every_placement",
@@ -32,6 +36,7 @@ __all__ = [
     "meshes",
     "pairs_of",
     "placements",
+    "run_lockstep",
     "shapes",
     "spread",
 ]
