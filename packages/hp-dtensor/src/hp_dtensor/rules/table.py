@@ -64,7 +64,7 @@ NOT_MEANT: frozenset[Callable[..., Any]] = frozenset(
         torch.batch_norm,
         torch.instance_norm,
         torch.poisson_nll_loss,
-        torch.solve,
+        torch.solve,  # type: ignore[attr-defined]
         torch.Tensor.solve,
         torch.kl_div,
         torch.binary_cross_entropy_with_logits,
