@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import enum
 import traceback
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import frozen
@@ -27,6 +27,7 @@ from hp_planner import PlanError
 from hp_platform.errors import HPError
 from hp_platform.testing import run_ranks
 
+Mode = Literal["production", "validate"]
 TOLERANCE = 1e-3
 NOISE = 1e-4
 SEQUENCE = 8
@@ -60,7 +61,7 @@ class Result:
 
 
 def judge(
-    family: str, mesh: dict[str, int] | None = None, mode: str = "production", **options: Any
+    family: str, mesh: dict[str, int] | None = None, mode: Mode = "production", **options: Any
 ) -> Result:
     """Plans, runs and compares one family."""
     try:
@@ -82,7 +83,7 @@ def judge_model(
     dense: nn.Module,
     wanted: Tensor,
     mesh: dict[str, int],
-    mode: str,
+    mode: Mode,
     **options: Any,
 ) -> Result:
     """Compares `model` under its own plan with `dense`, which has run its step."""
@@ -107,9 +108,9 @@ def judge_model(
         results = run_ranks(body, world, timeout=60)
     except HPError as error:
         return Result(family, Verdict.STOPPED, last_line(error), sharded=share)
-    name, error = max(results, key=lambda each: each[1])
-    verdict = Verdict.RIGHT if error < TOLERANCE else Verdict.WRONG
-    return Result(family, verdict, name if verdict is Verdict.WRONG else "", error, share)
+    name, worst = max(results, key=lambda each: each[1])
+    verdict = Verdict.RIGHT if worst < TOLERANCE else Verdict.WRONG
+    return Result(family, verdict, name if verdict is Verdict.WRONG else "", worst, share)
 
 
 def batch() -> Tensor:
