@@ -17,8 +17,8 @@ from hp_dtensor.dispatch import Plan, local_operands, make, plan_for
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import is_sharding
 from hp_dtensor.rules.engine import OperatorError
-from hp_dtensor.rules.recipe import is_inplace
 from hp_dtensor.rules.norms import finished_norm, norm_layouts, summable_norm
+from hp_dtensor.rules.recipe import is_inplace
 from hp_dtensor.rules.reduction import settled
 from hp_dtensor.rules.table import rule_named
 from hp_dtensor.transition import Transition
