@@ -42,8 +42,9 @@ class Manner(enum.Enum):
 COLUMNWISE = frozenset(
     {Role.QUERY, Role.KEY, Role.VALUE, Role.FUSED_QKV, Role.ATTENTION_GATE, Role.QUERY_UP}
     | {Role.KEY_VALUE_UP, Role.GATE, Role.UP, Role.FUSED_GATE_UP, Role.STATE_SPACE_IN}
+    | {Role.STATE_SPACE_OUT}
 )
-ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN, Role.STATE_SPACE_OUT})
+ROWWISE = frozenset({Role.ATTENTION_OUTPUT, Role.DOWN})
 IN_DENSE_ATTENTION = frozenset(
     {Role.QUERY, Role.KEY, Role.VALUE, Role.ATTENTION_OUTPUT, Role.ATTENTION_GATE}
     | {Role.HEAD_NORM, Role.SINK, Role.FUSED_QKV}
