@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import checkpoint
@@ -711,10 +713,12 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         refuses("contains it", [nn.Sequential(linear), linear])
         scalar = nn.Linear(2, 2)
         scalar.scale = nn.Parameter(torch.tensor(1.0))
-        refuses("'scale' is 0-dimensional", scalar)
+        refuses("has no dim 0", scalar, shard_placement_fn=lambda p: Shard(0))
         refuses("has no dim 3", nn.Linear(2, 2), shard_placement_fn=lambda p: Shard(3))
         refuses("shard_placement_fn returned", nn.Linear(2, 2), shard_placement_fn=lambda p: 0)
-        refuses("reshard_after_forward=2", nn.Linear(2, 2), reshard_after_forward=2)
+        refuses("factor of 4", nn.Linear(2, 2), reshard_after_forward=3)
+        refuses("a bool or an int", nn.Linear(2, 2), reshard_after_forward="yes")
+        refuses("import it from hp_fsdp", nn.Linear(2, 2), offload_policy=TorchOffload())
         refuses("must be a torch.distributed.device_mesh.DeviceMesh", nn.Linear(2, 2), mesh=4)
         refuses(
             "import MixedPrecisionPolicy from hp_fsdp", nn.Linear(2, 2), mp_policy=TorchPolicy()
@@ -730,13 +734,15 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         refuses("mesh_dim_names", nn.Linear(2, 2), mesh=init_device_mesh("cpu", (2, 2)))
         cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
         refuses("one axis", nn.Linear(2, 2), mesh=cube)
-        with pytest.raises(hp_fsdp.NotAvailableError, match="CPUOffloadPolicy"):
-            hp_fsdp.CPUOffloadPolicy()
+        with pytest.raises(hp_fsdp.NotAvailableError, match="dp_mesh_dims"):
+            fully_shard(nn.Linear(2, 2), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
         with torch.device("meta"):
             meta = fully_shard(nn.Linear(4, 4), mesh=mesh)
         with pytest.raises(hp_fsdp.ShardingError, match=r"weight.*meta device"):
             meta(torch.ones(1, 4))
         with pytest.raises(hp_fsdp.NotAvailableError, match="set_all_reduce_hook"):
+            outer.set_all_reduce_hook(print, stream=object())
+        with pytest.raises(hp_fsdp.ShardingError, match="needs a function"):
             outer.set_all_reduce_hook(None)
         with pytest.raises(hp_fsdp.ShardingError, match="param_dtype"):
             MixedPrecisionPolicy(param_dtype=torch.int32)
@@ -780,17 +786,12 @@ def test_ignored_parameters_and_the_default_mesh():
 
 
 REFUSED = {
-    "set_reduce_scatter_divide_factor": 2.0,
     "set_custom_all_gather": None,
     "set_custom_reduce_scatter": None,
-    "set_all_reduce_hook": None,
-    "set_post_optim_event": None,
-    "set_unshard_in_backward": False,
     "set_allocate_memory_from_process_group_for_comm": True,
     "set_symm_mem_for_comm": "NCCL",
     "set_separate_reduce_scatter_group": True,
     "set_reduce_scatter_max_input_buffers": 2,
-    "set_reduce_scatter_unused_params": True,
 }
 
 

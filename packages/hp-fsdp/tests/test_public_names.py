@@ -6,6 +6,7 @@ def test_public_names():
         "CPUOffloadPolicy",
         "CommPolicy",
         "FSDPModule",
+        "MemoryUse",
         "MixedPrecisionPolicy",
         "NotAvailableError",
         "OffloadPolicy",
@@ -16,7 +17,9 @@ def test_public_names():
         "full_state_dict",
         "fully_shard",
         "load_full_state_dict",
+        "memory_use",
         "register_fsdp_forward_method",
+        "share_comm_ctx",
     ]
     assert all(hasattr(hp_fsdp, name) for name in hp_fsdp.__all__)
 

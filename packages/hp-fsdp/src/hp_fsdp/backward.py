@@ -19,6 +19,7 @@ from torch import Tensor
 from hp_dtensor.settlement import settle_gradients
 from hp_fsdp.bucket import Bucket, Scatter
 from hp_fsdp.gradient_buffer import GradientBuffer
+from hp_fsdp.offload import HostCopy
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.unit import PACKAGE, Unit
@@ -38,6 +39,8 @@ class FusedGradients:
     earlier: Tensor | None = None
     """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
+    leaving: HostCopy | None = None
+    """The copy to the host, where shards live there."""
 
     def wait_fast(self, pages: PagePool) -> None:
         """Waits for the shard axis; the full gradients' memory is free then."""
@@ -50,7 +53,16 @@ class FusedGradients:
         for bucket, part in zip(self.buckets, self.buffer.views):
             for parameter in bucket.parameters:
                 if parameter.sharded.requires_grad:
-                    yield parameter, bucket.local_gradient(parameter, part)
+                    final = parameter.partial_layout is None
+                    here = self._on_host(part) if final else part
+                    yield parameter, bucket.local_gradient(parameter, here)
+
+    def _on_host(self, part: Tensor) -> Tensor:
+        """`part` of the buffer where the shards are."""
+        if self.leaving is None:
+            return part
+        start = part.storage_offset() - self.buffer.data.storage_offset()
+        return self.leaving.wait()[start : start + part.numel()]
 
 
 @define(eq=False)
@@ -117,8 +129,12 @@ class Reduction:
         for fused in self.fused:
             if fused.all_reduce is not None:
                 fused.all_reduce.wait()
+            if self.unit.all_reduce_hook is not None:
+                self.unit.all_reduce_hook(fused.buffer.data)
             if self.unit.divisor != 1:
                 fused.buffer.data.div_(self.unit.divisor)
+            if self.unit.offload is not None:
+                fused.leaving = self.unit.offload.to_host(fused.buffer.data)
 
 
 class BackwardPipeline:
@@ -131,6 +147,8 @@ class BackwardPipeline:
     def __init__(self) -> None:
         self._reducing: Reduction | None = None
         self._pending: list[Reduction] = []
+        # Complete, and on their way to the host.
+        self._leaving: list[Reduction] = []
         # Gradients that are summed over the data axes but not over the model axes.
         self._summands: list[tuple[ShardedParameter, Tensor]] = []
 
@@ -151,7 +169,9 @@ class BackwardPipeline:
             self._flush()
             pending, self._pending = self._pending, []
             for reduction in pending:
-                reduction.finish()
+                self._complete(reduction)
+            leaving, self._leaving = self._leaving, []
+            for reduction in leaving:
                 self._write(reduction)
             summands, self._summands = self._summands, []
             _settle_over_model_axes(summands)
@@ -162,7 +182,7 @@ class BackwardPipeline:
     def discard(self) -> None:
         """Waits for what a failed backward left in flight and forgets it."""
         leftovers = [*self._pending, *([self._reducing] if self._reducing else [])]
-        self._reducing, self._pending, self._summands = None, [], []
+        self._reducing, self._pending, self._summands, self._leaving = None, [], [], []
         for reduction in leftovers:
             reduction.wait_fast()
             reduction.finish()
@@ -177,8 +197,15 @@ class BackwardPipeline:
     def _settle_without_replicas(self, reduction: Reduction) -> None:
         if not reduction.to_replicas:
             with torch.no_grad():
-                reduction.finish()
-                self._write(reduction)
+                self._complete(reduction)
+
+    def _complete(self, reduction: Reduction) -> None:
+        """Hands out the gradients, unless they are still to arrive on the host."""
+        reduction.finish()
+        if reduction.unit.offload is None:
+            self._write(reduction)
+        else:
+            self._leaving.append(reduction)
 
     def _issue_all_reduce(self, reduction: Reduction) -> None:
         if not reduction.to_replicas:
@@ -190,7 +217,7 @@ class BackwardPipeline:
             reduction.keep_for_later()
 
     def _write(self, reduction: Reduction) -> None:
-        """Hands out gradients that are final; summands wait for the settlement."""
+        """Hands out gradients that are final; others wait for the settlement."""
         for fused in reduction.fused:
             for parameter, gradient in fused.gradients():
                 if parameter.partial_layout is None:

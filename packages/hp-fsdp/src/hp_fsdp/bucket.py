@@ -11,21 +11,24 @@ it is read where autograd left it. Only parameters that are cut along a dim that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import define, frozen
 from torch import Tensor
 
-from hp_fsdp.cut import Cut, SharedCut
+from hp_fsdp.cut import AnyCut, Cut, SharedCut, Uncut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.full_buffer import Arena, ArenaPart, FullBuffer
+from hp_fsdp.offload import HOST, Offload
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.schedule import Journey
-from hp_platform import Handle, Origin, all_gather, reduce_scatter
+from hp_platform import Handle, MeshAxis, Origin, all_gather, reduce_scatter
 from hp_platform.buffers import aligned_empty
+from hp_platform.collectives import repeatable_all_gather
 
 Memory = FullBuffer | ArenaPart
 
@@ -70,15 +73,25 @@ class Bucket:
         part: elements of one rank's part.
         compute_dtype: type of the gathered parameters and of the all-gather.
         reduce_dtype: type in which gradients are reduced, and accumulated until then.
+        near: for a gather in backward, the ranks that hold the parameters between them since
+            forward; None for all ranks of the shard axis.
         storage: this rank's part, `[part]`, of which the shards are views; padding is zero.
         has_gradients: autograd has left something that has not been reduced.
     """
 
     def __init__(
-        self, journey: Journey, data: DataMesh, policy: MixedPrecisionPolicy, memory: UnitMemory
+        self,
+        journey: Journey,
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        memory: UnitMemory,
+        offload: Offload | None = None,
     ) -> None:
         self.part = journey.part
         self._data = data
+        self._offload = offload
+        self.near: MeshAxis | None = None
+        self._part_kept: Tensor | None = None
         self._policy = policy
         self.parameters = tuple(
             ShardedParameter(candidate, cut, data)
@@ -93,16 +106,20 @@ class Bucket:
         self._buffer: Memory = memory.gathered.reserve(self._full_numel, self.compute_dtype)
         self._landing: Memory | None = None
         self._free_landings: list[Memory] = []
+        self._lands = self._chooses_place(journey.cuts[0])
         if self._lands:
             place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
             self._free_landings.append(place)
+        self._known_places: WeakKeyDictionary[Memory, list[Tensor]] = WeakKeyDictionary()
         self._scratch: Memory | None = None
         if data.shard.device.type == "cpu" and data.shard.size > 1 and self.part:
             others = self.gathered_numel - self.part
             self._scratch = memory.scratch.reserve(others, self.reduce_dtype)
         self._on_gradient: Callable[[ShardedParameter], None] | None = None
         self._gathering: Handle[Tensor] | None = None
-        device = torch.device("meta") if first.is_meta else data.shard.device
+        self._gather: Callable[[Origin], Handle[Tensor]] | None = None
+        self._gathers: Tensor | None = None
+        device = torch.device("meta") if first.is_meta else self._home
         self._addresses: tuple[int, ...] = ()
         self.storage = self._make_storage(first.dtype, device)
         for parameter in self.parameters:
@@ -111,13 +128,21 @@ class Bucket:
     # -- the shards --------------------------------------------------------------------------
 
     def _make_storage(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        storage = aligned_empty(self._storage_numel, dtype, device)
+        if self._offload is not None and device.type != "meta":
+            storage = self._offload.empty(self._storage_numel, dtype)
+        else:
+            storage = aligned_empty(self._storage_numel, dtype, device)
         if device.type != "meta":
             storage.zero_()
         self._addresses = tuple(
             self._shard_view(parameter, storage).data_ptr() for parameter in self.parameters
         )
         return storage
+
+    @property
+    def _home(self) -> torch.device:
+        """Where the shards are."""
+        return self._data.shard.device if self._offload is None else HOST
 
     @property
     def _storage_numel(self) -> int:
@@ -140,9 +165,9 @@ class Bucket:
         """
         shards = [parameter.adopt() for parameter in self.parameters]
         dtype = shards[0].dtype
-        if self.storage.dtype != dtype or self.storage.is_meta:
+        if self.storage.dtype != dtype or self.storage.device.type != self._home.type:
             self._check_types(shards)
-            self.storage = self._make_storage(dtype, self._data.shard.device)
+            self.storage = self._make_storage(dtype, self._home)
             self._change_type(dtype)
         for index, (parameter, shard, address) in enumerate(
             zip(self.parameters, shards, self._addresses)
@@ -168,7 +193,7 @@ class Bucket:
         device = self._data.shard.device
         if self._buffer.dtype != self.compute_dtype:
             self._buffer = FullBuffer(self._full_numel, self.compute_dtype, device)
-            self._landing, self._free_landings = None, []
+            self._gather, self._landing, self._free_landings = None, None, []
             for parameter in self.parameters:
                 parameter.full = None
         if self._scratch is not None and self._scratch.dtype != self.reduce_dtype:
@@ -208,7 +233,16 @@ class Bucket:
             self.has_trainable |= trains
             parameter.note_gathered(shard)
         output = self._buffer.hold(pages)
-        self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+        again = origin.phase in ("backward", "recomputation")
+        if again and self._part_kept is not None and self.near is not None:
+            self._gathering = all_gather(self._part_kept, self.near, output=output, origin=origin)
+        elif self._offload is None:
+            self.forget_part()
+            self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+        else:
+            with self._offload.copying():
+                self.forget_part()
+                self._gathering = self._issue_gather(self._travelling_part(), output, origin)
 
     def finish_gather(self) -> None:
         """Waits for the all-gather and registers the gathered parameters on the modules."""
@@ -231,6 +265,18 @@ class Bucket:
         self.register_shards()
         self._buffer.release(pages)
 
+    def keep_part(self) -> None:
+        """Before a release: keeps what a gather over `near` will put together again."""
+        if self.near is None:
+            return
+        kept = self.gathered_numel // self.near.size
+        start = self.near.rank * kept
+        part = self._buffer.data[start : start + kept]
+        self._part_kept = aligned_empty(kept, part.dtype, part.device).copy_(part)
+
+    def forget_part(self) -> None:
+        self._part_kept = None
+
     def _make_full(self) -> None:
         # Neither inference mode nor no_grad of the caller may mark the leaves for good.
         with torch.inference_mode(False), torch.no_grad():
@@ -252,13 +298,22 @@ class Bucket:
 
     def _travelling_part(self) -> Tensor:
         """This rank's part in the type it travels in: the storage itself wherever it can be."""
-        part = self.storage
+        part = self._on_device(self.storage)
         if part.dtype == self.compute_dtype:
             return part
         return aligned_empty(part.numel(), self.compute_dtype, part.device).copy_(part)
 
+    def _on_device(self, part: Tensor) -> Tensor:
+        return part if self._offload is None else self._offload.to_device(part)
+
     def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
-        return all_gather(part, self._data.shard, output=output, origin=origin)
+        if part is not self.storage:
+            return all_gather(part, self._data.shard, output=output, origin=origin)
+        # The same call at every step: checked once.
+        if self._gather is None or self._gathers is not part:
+            self._gather = repeatable_all_gather(part, self._data.shard, output=output)
+            self._gathers = part
+        return self._gather(origin)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -279,10 +334,8 @@ class Bucket:
         full.register_post_accumulate_grad_hook(finished)
         setattr(full, _HOOKED, True)
 
-    @property
-    def _lands(self) -> bool:
+    def _chooses_place(self, cut: AnyCut) -> bool:
         """Whether autograd is given the place for gradients, instead of choosing it."""
-        cut = self.parameters[0].cut
         even = isinstance(cut, Cut) and cut.is_even
         return not even or self._data.shard.device.type == "cpu"
 
@@ -293,11 +346,19 @@ class Bucket:
         landing = self._landing
         if landing is None:
             landing = self._landing = self._new_landing(pages)
-        for parameter in self.parameters:
+        for parameter, place in zip(self.parameters, self._places(landing)):
             full = parameter.full
             assert full is not None
             if full.requires_grad and full.grad is None:
-                full.grad = self._full_view(parameter, landing.data)
+                full.grad = place
+
+    def _places(self, landing: Memory) -> list[Tensor]:
+        """Every parameter's place in `landing`, in its shape; made once."""
+        places = self._known_places.get(landing)
+        if places is None:
+            places = [self._full_view(p, landing.data) for p in self.parameters]
+            self._known_places[landing] = places
+        return places
 
     def _new_landing(self, pages: PagePool) -> Memory:
         landing: Memory = (
@@ -311,10 +372,11 @@ class Bucket:
     def _collect(self, pages: PagePool) -> Memory | Tensor | None:
         """Takes autograd's gradients from the parameters: all in one buffer, or where one lies."""
         found = []
-        for parameter in self.parameters:
+        for index, parameter in enumerate(self.parameters):
             full = parameter.full
-            if full is not None and full.grad is not None:
-                found.append((parameter, full.grad))
+            gradient = None if full is None else full.grad
+            if full is not None and gradient is not None:
+                found.append((index, gradient))
                 full.grad = None
         self.has_gradients = False
         landing, self._landing = self._landing, None
@@ -324,10 +386,15 @@ class Bucket:
             return None
         if landing is None:
             landing = self._new_landing(pages)
-        for parameter, gradient in found:
+        places = self._places(landing)
+        for index, gradient in found:
             # Autograd chose another place: the unit's outputs did not lead here, or create_graph.
-            place = self._full_view(parameter, landing.data)
-            if gradient.data_ptr() != place.data_ptr() and gradient.numel():
+            place = places[index]
+            if (
+                gradient is not place
+                and gradient.data_ptr() != place.data_ptr()
+                and gradient.numel()
+            ):
                 place.copy_(gradient)
         return landing
 
@@ -444,12 +511,11 @@ class PackedBucket(Bucket):
     def _full_numel(self) -> int:
         return self._cut.numel
 
-    @property
-    def _lands(self) -> bool:
+    def _chooses_place(self, cut: AnyCut) -> bool:
         return False
 
     def _travelling_part(self) -> Tensor:
-        cut, piece = self._cut, self.storage
+        cut, piece = self._cut, self._on_device(self.storage)
         if cut.local_shape != cut.padded_shape:
             padded = aligned_empty(cut.padded_numel, piece.dtype, piece.device).zero_()
             target = padded.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
@@ -462,6 +528,9 @@ class PackedBucket(Bucket):
     def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
         self._chunks = aligned_empty(self.gathered_numel, part.dtype, part.device)
         return all_gather(part, self._data.shard, output=self._chunks, origin=origin)
+
+    def keep_part(self) -> None:
+        """Nothing: backward gathers from the shards."""
 
     def finish_gather(self) -> None:
         assert self._gathering is not None
@@ -495,14 +564,29 @@ class PackedBucket(Bucket):
         return part.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
 
 
+class WholeBucket(Bucket):
+    """A 0-dimensional parameter: every rank holds it and receives the sum of its gradients."""
+
+    def _packed(self, gradients: Tensor) -> Tensor:
+        flat = aligned_empty(self.gathered_numel, gradients.dtype, gradients.device)
+        return flat.copy_(gradients[:1].expand(self.gathered_numel))
+
+
 def make_buckets(
-    journeys: Sequence[Journey], data: DataMesh, policy: MixedPrecisionPolicy
+    journeys: Sequence[Journey],
+    data: DataMesh,
+    policy: MixedPrecisionPolicy,
+    offload: Offload | None = None,
 ) -> list[Bucket]:
     """One unit's buckets."""
     memory = UnitMemory.on(data.shard.device)
     buckets = []
     for journey in journeys:
         cut = journey.cuts[0]
-        packed = isinstance(cut, Cut) and not cut.is_leading
-        buckets.append((PackedBucket if packed else Bucket)(journey, data, policy, memory))
+        kind = Bucket
+        if isinstance(cut, Uncut):
+            kind = WholeBucket
+        elif isinstance(cut, Cut) and not cut.is_leading:
+            kind = PackedBucket
+        buckets.append(kind(journey, data, policy, memory, offload))
     return buckets

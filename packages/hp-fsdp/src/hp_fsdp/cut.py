@@ -179,7 +179,32 @@ class SharedCut:
         return flat.view(self.local_shape)
 
 
-AnyCut = Cut | SharedCut
+@frozen(slots=False)
+class Uncut:
+    """A 0-dimensional tensor, which has no dim to be cut along: every rank holds it.
+
+    It is gathered and reduced all the same, as one element of every rank, and stays equal on all.
+    """
+
+    world: int
+    rank: int
+
+    shape: Shape = ()
+    local_shape: Shape = ()
+    numel: int = 1
+    padded_numel: int = 1
+    local_numel: int = 1
+
+    @property
+    def placement(self) -> Replicate:
+        return Replicate()
+
+    def take(self, whole: Tensor) -> Tensor:
+        """The tensor itself."""
+        return whole
+
+
+AnyCut = Cut | SharedCut | Uncut
 
 
 @frozen
@@ -254,7 +279,7 @@ def sharded_layout(name: str, cut: AnyCut, source: Layout | None, data: DataMesh
     mesh = source.abstract_mesh
     axis = mesh.axis_index(data.axis_names[-1])
     placements = list(source.placements)
-    if isinstance(cut, SharedCut):
+    if not isinstance(cut, Cut):
         placements[axis] = cut.placement
         return source.with_placements(placements)
     dim = cut.dim

@@ -15,3 +15,7 @@ class UsageError(HPError):
 
 class NotAvailableError(HPError, NotImplementedError):
     """A feature of FSDP2's interface that this version does not have."""
+
+
+class CopyError(UsageError, AssertionError):
+    """A sharded module was asked for a deep copy. PyTorch raises an AssertionError there."""

@@ -8,10 +8,12 @@ shows is done by the callback at the end of backward.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from hp_fsdp.errors import UsageError
 from hp_fsdp.param import ShardedParameter
@@ -25,10 +27,12 @@ def install(unit: Unit) -> None:
     for module in unit.modules:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-            return before_forward(unit, module, args, kwargs)
+            begin = _uncompiled_before if "torch._dynamo" in sys.modules else before_forward
+            return begin(unit, module, args, kwargs)
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            return after_forward(unit, module, output)
+            end = _uncompiled_after if "torch._dynamo" in sys.modules else after_forward
+            return end(unit, module, output)
 
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, prepend=False)
@@ -51,7 +55,9 @@ def before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tup
         unit.gather("forward")
         unit.wait()
         unit.modules_running = unit.modules_running or set(unit.modules)
-        root.forward_order.enter(unit, unit.forward_prefetch)
+        # The order must be that of all ranks, which need not all come here.
+        if not unit.reduces_unused:
+            root.forward_order.enter(unit, unit.forward_prefetch)
     if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
         args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
     unit.call = None
@@ -75,10 +81,20 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
     unit.modules_running.discard(module)
     # A pass that leads to no backward has no reason to keep the parameters for it.
     expects_backward = watched or unit.reshard_after_forward is False
-    if not unit.modules_running and (unit.releases_after_forward or not expects_backward):
+    if unit.modules_running or unit.reduces_unused:
+        pass
+    elif not expects_backward:
         unit.release()
+    elif unit.releases_after_forward:
+        unit.retire()
     root.end_forward(unit, module)
     return output
+
+
+# What `torch.compile` is to leave alone where the module is compiled. `torch.compiler.disable`
+# would import the compiler, for which a program that compiles nothing should not wait.
+_uncompiled_before = _disable_dynamo(before_forward)
+_uncompiled_after = _disable_dynamo(after_forward)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -138,7 +154,7 @@ class Call:
         unit.gather("backward")
         unit.wait()
         unit.make_room()
-        if first:
+        if first and not unit.reduces_unused:
             root.backward_order.enter(unit, unit.backward_prefetch)
 
     def inputs_reached(self) -> None:
@@ -146,7 +162,7 @@ class Call:
         unit, root = self._unit, self._root
         root.begin_backward()
         unit.calls_within.discard(self)
-        if unit.calls_within:
+        if unit.calls_within or unit.reduces_unused:
             return
         complete = len(unit.fired) == len(unit.trainable)
         if unit.fired and (complete or not unit.calls_ahead):
@@ -177,7 +193,7 @@ class _Inputs(torch.autograd.Function):
 def _gradient_done(unit: Unit, parameter: ShardedParameter) -> None:
     """Autograd has finished the gradient of `parameter`."""
     root = Root.of(unit)
-    if unit.state is not UnitState.GATHERED:
+    if unit.state is not UnitState.GATHERED and unit.unshard_in_backward:
         raise UsageError(
             f"backward reached parameter {parameter.name!r} of unit {unit.path!r} without passing "
             "through an output of the unit, while the parameter was sharded; its gradient is "
@@ -186,6 +202,8 @@ def _gradient_done(unit: Unit, parameter: ShardedParameter) -> None:
         )
     root.begin_backward()
     unit.fired.add(parameter)
+    if unit.reduces_unused:
+        return
     # A backward inside this one, as reentrant checkpointing of a part of the unit makes, may be
     # followed by another that needs the parameters.
     nested = unit.backward_pass != current_backward_pass()

@@ -60,6 +60,8 @@ class ShardedParameter:
         self.sharded: nn.Parameter
         self.full: nn.Parameter | None = None
         self._gathered_version = -1
+        # A dry run: the mesh itself is on the meta device.
+        self._without_values = data.shard.device.type == "meta"
 
     def take_original(self, local: Tensor) -> None:
         """Copies this rank's share of the original into `local` and registers that as the shard."""
@@ -100,7 +102,7 @@ class ShardedParameter:
             self.sharded = self._checked_replacement(registered)
             self.register(self.sharded)
         local = self.local
-        if local.is_meta:
+        if local.is_meta and not self._without_values:
             raise ShardingError(
                 f"parameter {self.name!r} is still on the meta device: call "
                 "module.to_empty(device=...) and initialise it before the first forward"
@@ -171,13 +173,30 @@ class ShardedParameter:
     # -- gradients ---------------------------------------------------------------------------
 
     def write_gradient(self, gradient: Tensor) -> None:
-        """Adds `gradient` (local, final) to the shard's `.grad`."""
+        """Adds `gradient` (local, final) to the shard's `.grad`, calling the shard's hooks as
+        autograd does: those on the gradient before, those on its accumulation after."""
+        local = self.local
+        if gradient.device != local.device:
+            gradient = gradient.to(local.device)
+        if local._backward_hooks:
+            for hook in list(local._backward_hooks.values()):
+                answer = hook(gradient)
+                gradient = gradient if answer is None else answer
+        self._accumulate(gradient)
+        accumulated = local._post_accumulate_grad_hooks
+        if accumulated:
+            for hook in list(accumulated.values()):
+                hook(local)
+
+    def _accumulate(self, gradient: Tensor) -> None:
         present = self.sharded.grad
         if present is not None:
             assert isinstance(present, DTensor)
             present.to_local().add_(gradient)
             return
-        gradient = gradient.to(self.sharded.dtype).contiguous()
+        dtype = self.sharded.dtype
+        if gradient.dtype != dtype or not gradient.is_contiguous():
+            gradient = gradient.to(dtype).contiguous()
         self.sharded.grad = self.as_dtensor(gradient)
 
     def zero_gradient(self, set_to_none: bool) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from attrs import fields, frozen
+from attrs import frozen
 
-from hp_fsdp.errors import NotAvailableError, ShardingError
+from hp_fsdp.errors import ShardingError
 from hp_platform.links import Link
 
 
@@ -62,19 +62,13 @@ class OffloadPolicy:
 
 @frozen
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards, gradients and optimizer state in host memory. Not available in this version.
+    """Shards, gradients and optimizer state in host memory; see `hp_fsdp.offload`.
 
-    Raises:
-        NotAvailableError: always, when made.
+    Attributes:
+        pin_memory: whether that memory is page-locked, so that copies overlap with computation.
     """
 
     pin_memory: bool = True
-
-    def __attrs_post_init__(self) -> None:
-        raise NotAvailableError(
-            f"CPUOffloadPolicy({fields(type(self)).pin_memory.name}={self.pin_memory}) is not "
-            "available in this version of hp_fsdp; leave offload_policy at OffloadPolicy()"
-        )
 
 
 PER_PARAMETER, SHARED_BUFFER, AUTO = "per_parameter", "shared_buffer", "auto"

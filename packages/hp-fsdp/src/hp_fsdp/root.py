@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from hp_fsdp.errors import UsageError
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import SHARDED_MARK, ShardedParameter
 from hp_fsdp.prefetch import GatherOrder
+from hp_fsdp.uninitialized import refuse_uninitialized_buffers
 from hp_fsdp.unit import Unit
 from hp_platform import mark
 
@@ -72,6 +74,7 @@ class Root:
         forward_order, backward_order: what to gather ahead.
         pipeline: gradient reductions in flight.
         pages: memory that units leave to one another.
+        post_optim_event: an event that the next forward waits for.
         is_last_backward: False leaves the slow tier in flight at the end of a backward; the next
             one with True settles it.
     """
@@ -84,6 +87,7 @@ class Root:
         self.pipeline = BackwardPipeline()
         self.pages = PagePool()
         self.is_last_backward = True
+        self.post_optim_event: Any = None
         # The module whose forward is the outermost in progress.
         self._forward_of: nn.Module | None = None
         self._running: Callable[[], _Pass | None] | None = None
@@ -156,6 +160,22 @@ class Root:
             self.forward_order.restart()
         self._forward_of = module
         self._recomputed.clear()
+        if unit is self.unit:
+            self._begin_step()
+
+    def _begin_step(self) -> None:
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
+        for other in self.units:
+            if other.has_new_buffers:
+                for module in other.modules:
+                    refuse_uninitialized_buffers(module)
+                other.has_new_buffers = False
+            # What ranks may use differently is gathered here, on all of them.
+            if other.reduces_unused:
+                other.drop_if_stale()
+                other.gather("forward")
 
     def end_forward(self, unit: Unit, module: nn.Module) -> None:
         """Releases what the pass gathered ahead and did not use."""
@@ -165,7 +185,8 @@ class Root:
         if unit is self.unit:
             self.forward_order.complete()
         for other in self.units:
-            if other.releases_after_forward and not other.in_backward:
+            no_backward = other.reduces_unused and not torch.is_grad_enabled()
+            if (other.releases_after_forward or no_backward) and not other.in_backward:
                 other.release()
             other.modules_running.clear()
 
@@ -215,6 +236,8 @@ class Root:
             unit.show_shards()
             unit.in_backward = False
             unit.calls_within.clear()
+            for bucket in unit.buckets:
+                bucket.forget_part()
             self.finish_unit(unit)
         self._recomputed.clear()
         self.backward_order.complete()
@@ -251,4 +274,5 @@ class Root:
             unit.modules_running.clear()
             unit.partial_sums.clear()
             for bucket in unit.buckets:
+                bucket.forget_part()
                 bucket.forget(self.pages)

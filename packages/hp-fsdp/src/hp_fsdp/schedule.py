@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, layout_of
-from hp_fsdp.cut import Cut, SharedCut, SharedLayout, check_source
+from hp_fsdp.cut import AnyCut, Cut, SharedCut, SharedLayout, Uncut, check_source
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -81,13 +81,10 @@ class Candidate:
 
     @property
     def dim(self) -> int:
-        """The dim that is cut when the parameter travels alone."""
+        """The dim that is cut when the parameter travels alone; 0 where there is none."""
         ndim = self.parameter.ndim
-        if ndim == 0:
-            raise ShardingError(
-                f"parameter {self.name!r} is 0-dimensional and cannot be cut: give it shape (1,), "
-                "or list it in ignored_params"
-            )
+        if ndim == 0 and self.placement is None:
+            return 0
         dim = 0 if self.placement is None else self.placement.dim
         if not -ndim <= dim < ndim:
             raise ShardingError(
@@ -101,7 +98,8 @@ class Candidate:
         """Whether its layout may be ragged: nobody asked for another, and its size is the same on
         all ranks of the model axes."""
         even = self.source is None or self.source.is_even
-        return self.placement is None and self.parameter.numel() > 0 and even
+        has_rows = self.parameter.ndim > 0 and self.parameter.numel() > 0
+        return self.placement is None and has_rows and even
 
 
 @frozen(eq=False)
@@ -115,14 +113,18 @@ class Journey:
     """
 
     candidates: tuple[Candidate, ...]
-    cuts: tuple[Cut | SharedCut, ...]
+    cuts: tuple[AnyCut, ...]
     part: int
 
     @classmethod
     def alone(cls, candidate: Candidate, data: DataMesh) -> Journey:
         """One parameter, cut by chunks along its dim."""
         shape = tuple(candidate.parameter.shape)
-        cut = Cut(shape, candidate.dim, data.shard.size, data.shard.rank)
+        cut: Cut | Uncut
+        if shape:
+            cut = Cut(shape, candidate.dim, data.shard.size, data.shard.rank)
+        else:
+            cut = Uncut(data.shard.size, data.shard.rank)
         return cls((candidate,), (cut,), cut.padded_numel)
 
     @classmethod

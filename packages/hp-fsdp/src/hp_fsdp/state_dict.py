@@ -1,7 +1,8 @@
 """Checkpoints of a sharded model.
 
 `module.state_dict()` holds the shards as `DTensor` entries, which torch.distributed.checkpoint
-saves and loads across meshes. The functions here convert to and from full, plain tensors.
+saves and loads across meshes. Loading takes full, plain tensors and PyTorch's own DTensors as
+well: every rank keeps its part. The functions here convert to and from full, plain tensors.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.dtensor import DTensor, distribute_tensor
 from hp_fsdp.errors import ShardingError
+from hp_fsdp.full_states import like
+from hp_fsdp.param import ShardedParameter
 from hp_fsdp.unit import Unit
 
 
@@ -25,10 +28,34 @@ def install(unit: Unit) -> None:
         if not unit.in_backward:
             unit.release()
 
-    owners = {owner.module: None for p in unit.parameters for owner in p.owners}
-    for module in owners:
+    owners: dict[nn.Module, list[tuple[str, ShardedParameter]]] = {}
+    for parameter in unit.parameters:
+        for owner in parameter.owners:
+            owners.setdefault(owner.module, []).append((owner.name, parameter))
+    for module, names in owners.items():
         module.register_state_dict_pre_hook(release)
         module.register_load_state_dict_pre_hook(release)
+        module.register_load_state_dict_pre_hook(_Cutting(tuple(names)))
+
+
+class _Cutting:
+    """A pre-hook that cuts what is about to be loaded as the shards of one module are cut."""
+
+    def __init__(self, names: tuple[tuple[str, ShardedParameter], ...]) -> None:
+        self._names = names
+
+    def __call__(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+    ) -> None:
+        for name, parameter in self._names:
+            value, shard = state.get(prefix + name), parameter.sharded
+            assert isinstance(shard, DTensor)
+            # What has another shape is left to `load_state_dict`, which lists all that do.
+            if isinstance(value, Tensor) and value.shape == shard.shape:
+                loaded: Tensor = like(value, shard)
+                if isinstance(value, nn.Parameter):
+                    loaded = nn.Parameter(loaded, requires_grad=value.requires_grad)
+                state[prefix + name] = loaded
 
 
 def full_state_dict(module: nn.Module, *, cpu: bool = True) -> dict[str, Tensor]:

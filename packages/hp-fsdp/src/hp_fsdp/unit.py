@@ -19,6 +19,7 @@ from torch import nn
 from hp_fsdp.bucket import Bucket
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.gradient_buffer import GradientBuffer, GradientSlots
+from hp_fsdp.offload import Offload
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -52,6 +53,7 @@ class Unit:
         parameters: those of all buckets, in registration order.
         trainable: those whose gathered form requires a gradient, as of the last gather; in order.
         comm: which parameters travel together, and `link`, what was measured to decide it.
+        offload: copies to and from the host, where shards live there and the mesh does not.
         path: qualified module name below the root; shown in errors and in the ledger.
         root: shared state of the model; set at the first forward.
         reshard_after_forward: True, False, or None for "True unless this is the root".
@@ -67,6 +69,11 @@ class Unit:
         calls_within: forward calls whose outputs backward has reached and whose inputs it has not.
         fired: trainable parameters whose gradient this backward has completed.
         reduced: the gradients that this backward completed have been taken.
+        unshard_in_backward: False where backward does not read the parameters' values.
+        reduces_unused: ranks may differ in whether they use the unit; it is gathered with the
+            root's forward and reduced when backward ends, on all of them.
+        has_new_buffers: buffers have left the meta device and have not been looked at.
+        all_reduce_hook: gets every flat sum of shards before it is divided.
         partial_sums: per element type, reduce-scattered gradients of micro-steps that have not
             been reduced over the replicas.
     """
@@ -81,6 +88,7 @@ class Unit:
         reshard_after_forward: bool | None,
         comm: CommPolicy,
         link: Link | None,
+        offload: Offload | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.buckets = tuple(buckets)
@@ -90,6 +98,7 @@ class Unit:
         self.policy = policy
         self.comm = comm
         self.link = link
+        self.offload = offload
         self.path = type(modules[0]).__name__
         self.root: Root | None = None
         self.reshard_after_forward = reshard_after_forward
@@ -108,6 +117,10 @@ class Unit:
         self.reduced = False
         self.modules_running: set[nn.Module] = set()
         self.partial_sums: dict[torch.dtype, torch.Tensor] = {}
+        self.unshard_in_backward = True
+        self.reduces_unused = False
+        self.has_new_buffers = False
+        self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
 
@@ -119,6 +132,8 @@ class Unit:
     def gather(self, phase: str) -> None:
         """Issues the all-gathers unless they are done or in flight; see `wait`."""
         if self.state is not UnitState.SHARDED:
+            return
+        if phase == "backward" and not self.unshard_in_backward:
             return
         origin = Origin(PACKAGE, self.path, phase)
         with torch.no_grad():
@@ -156,6 +171,14 @@ class Unit:
             self.state = UnitState.SHARDED
         self.in_backward = False
 
+    def retire(self) -> None:
+        """As `release`, and keeps what backward gathers from, if that is more than the shards."""
+        self.wait()
+        if self.state is UnitState.GATHERED:
+            for bucket in self.buckets:
+                bucket.keep_part()
+        self.release()
+
     def drop_if_stale(self) -> None:
         """Releases gathered values that shards have left behind, e.g. after an optimizer step."""
         if self.shows_shards and any(p.is_replaced for p in self.parameters):
@@ -176,6 +199,8 @@ class Unit:
 
     @property
     def releases_after_forward(self) -> bool:
+        if self.reduces_unused:
+            return False
         if self.reshard_after_forward is None:
             return not self.is_root
         return self.reshard_after_forward
@@ -209,6 +234,8 @@ class Unit:
         """Something is left to reduce: autograd's gradients, or sums kept from micro-steps."""
         if not self.requires_gradient_sync:
             return False
+        if self.reduces_unused and self.trainable:
+            return True
         return self.has_gradients or (bool(self.partial_sums) and self.requires_all_reduce)
 
     def slots(self, buckets: Sequence[Bucket], dtype: torch.dtype) -> GradientSlots:
