@@ -7,424 +7,71 @@ and which place must be named by what stops it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
-from unittest import mock
 
-import torch
-import torch.nn.functional as F
-from attrs import evolve, frozen
 from dtensor_block import (
-    HEADS,
-    HIDDEN,
     INNER,
     PENDING,
     SUMMED,
     WHOLE,
-    Attention,
-    Gated,
-    Layer,
-    Norm,
     Tiny,
     cut,
     with_boundary,
-    with_parameter,
 )
-from torch import Tensor, nn
+from fault import (
+    AVERAGED,
+    LARGEST,
+    Fault,
+    both,
+    changed,
+    opaque,
+    output_bias,
+    parameter,
+    same,
+    without_boundary,
+)
+from faulty_modules import (
+    AddsToPending,
+    Detached,
+    Detour,
+    Gathers,
+    HardCoded,
+    KeepsOld,
+    LocalSum,
+    LosesLayout,
+    Mixes,
+    NonLinear,
+    OwnFunction,
+    OwnMean,
+    OwnScale,
+    Redistributes,
+    Twice,
+    TwoSums,
+    Unlabelled,
+    layer,
+    with_layer,
+)
+from lint_faults import LINT_FAULTS
+from planted_faults import (
+    double_settlement,
+    forgotten_adjoint,
+    no_reduction_in_production,
+    no_settlement,
+    stale_key,
+    swapped_parameters,
+    swapped_ranks,
+    unmasked_rows,
+    wrong_order_of_cut,
+    wrong_reduction,
+    wrong_rows,
+)
 from torch.distributed.tensor import Partial
 
-from hp_dtensor import dispatch, end_of_backward, production, steps, vocabulary
-from hp_dtensor.cuts import Chunk, Runs
-from hp_dtensor.dtensor import DTensor
-from hp_dtensor.layout import Layout
-from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
+from hp_dtensor.placements import SectionedShard, StridedShard
 from hp_dtensor.plan import (
-    BoundaryKind,
-    BoundarySpec,
-    BoundaryTensor,
     Contract,
     LocalAttribute,
-    ParameterSpec,
-    Region,
-    RegionKind,
-    ShardingPlan,
 )
-from hp_dtensor.transition import Transition
-
-AVERAGED = Contract({"tp": Partial("avg")})
-LARGEST = Contract({"tp": Partial("max")})
-OPAQUE = Region(RegionKind.OPAQUE)
-Change = Callable[[ShardingPlan], ShardingPlan]
-
-
-@frozen
-class Fault:
-    """A planted fault.
-
-    Attributes:
-        change: of the plan.
-        message: what the error, or the report's first difference, must match.
-        stops: "plan", "error" or "report".
-        model: makes the model; the dense reference is the same code.
-        sequence_parallel: of the good plan.
-        plant: a fault in this package, for the time of the check.
-    """
-
-    change: Change
-    message: str
-    stops: str = "error"
-    model: Callable[[], nn.Module] = Tiny
-    sequence_parallel: bool = True
-    plant: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-
-def same(plan: ShardingPlan) -> ShardingPlan:
-    return plan
-
-
-def parameter(name: str, contract: Contract) -> Change:
-    return lambda plan: with_parameter(plan, name, contract=contract)
-
-
-def changed(module: str, direction: str, where: str, **changes: Any) -> Change:
-    """One tensor of one boundary, changed."""
-
-    def change(plan: ShardingPlan) -> ShardingPlan:
-        tensors = getattr(plan.boundary(module), direction)
-        assert any(tensor.where == where for tensor in tensors)
-        new = [evolve(t, **changes) if t.where == where else t for t in tensors]
-        return with_boundary(plan, module, **{direction: new})
-
-    return change
-
-
-def opaque(module: str) -> Change:
-    return lambda plan: with_boundary(plan, module, region=OPAQUE)
-
-
-def both(*changes: Change) -> Change:
-    def change(plan: ShardingPlan) -> ShardingPlan:
-        for each in changes:
-            plan = each(plan)
-        return plan
-
-    return change
-
-
-def output_bias(plan: ShardingPlan) -> ShardingPlan:
-    """The output projection's bias, replicated beside a weight that is cut by columns."""
-    extra = [
-        ParameterSpec(f"layers.{i}.attention.o.bias", "bias", (HIDDEN,), WHOLE, "")
-        for i in range(2)
-    ]
-    return evolve(plan, parameters=[*plan.parameters, *extra])
-
-
-def without_boundary(name: str) -> Change:
-    def change(plan: ShardingPlan) -> ShardingPlan:
-        return evolve(plan, boundaries=[b for b in plan.boundaries if b.module != name])
-
-    return change
-
-
-def without_parameter(name: str) -> Change:
-    def change(plan: ShardingPlan) -> ShardingPlan:
-        return evolve(plan, parameters=[p for p in plan.parameters if p.name != name])
-
-    return change
-
-
-def more_boundaries(*boundaries: BoundarySpec) -> Change:
-    return lambda plan: evolve(plan, boundaries=[*plan.boundaries, *boundaries])
-
-
-# -- modules with a fault of their own ----------------------------------------------------------
-
-
-class LosesLayout(Norm):
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result.to_local() if isinstance(result, DTensor) else result
-
-
-class Gathers(Norm):
-    """Takes the whole tensor where a part is declared."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result.full_tensor() if isinstance(result, DTensor) else result
-
-
-class Redistributes(Norm):
-    """Changes the layout on its own authority; production would not."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        if isinstance(result, DTensor):
-            return result.redistribute(placements=[cut(2).placement("tp")])
-        return result
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradients[0]
-
-
-class OwnFunction(Norm):
-    """An autograd.Function outside any region."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Square.apply(x))
-
-
-class LocalSum(Norm):
-    """Normalises over the sequence, of which a rank holds a part."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-6))
-
-
-class OwnMean(Norm):
-    """The same on its own part, in an opaque region."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x - x.mean(1, keepdim=True))
-
-
-class TwoSums(Norm):
-    """The same operator twice, over other dims."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x + x.sum(0, keepdim=True) + x.sum(2, keepdim=True)) / 10
-
-
-class HardCoded(Attention):
-    """Knows the number of heads without the attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.split = HEADS
-
-    def forward(
-        self, x: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        held, self.heads = self.heads, self.split
-        try:
-            return super().forward(x, positions, mask)
-        finally:
-            self.heads = held
-
-
-class AddsToPending(Attention):
-    """Adds a constant to its output, which is a summand on every rank."""
-
-    def forward(
-        self, x: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        mixed, rest = super().forward(x, positions, mask)
-        return mixed + 1.0, rest
-
-
-class NonLinear(Attention):
-    """Applies a nonlinear function to a summand."""
-
-    def forward(
-        self, x: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None = None
-    ) -> tuple[Tensor, None]:
-        mixed, rest = super().forward(x, positions, mask)
-        return torch.relu(mixed), rest
-
-
-class OwnScale(Gated):
-    """Scales its input by the largest element of its own features."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = F.linear(x, self.gate_up).chunk(2, dim=-1)
-        gate = gate / gate.abs().amax(-1, keepdim=True)
-        return F.linear(F.silu(gate) * up, self.down)
-
-
-class Detached(Gated):
-    """Cuts its output off from the graph where it finds itself sharded."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result if self.down.shape[1] == INNER else result.detach()
-
-
-class Twice(Gated):
-    """Sums over the ranks by counting its output twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        result = super().forward(x)
-        return result if self.down.shape[1] == INNER else 2 * result
-
-
-class Detour(Layer):
-    """Takes the local part of what the attention gave, as code outside torch functions may."""
-
-    def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-        x = x + self.attention(self.first(x), positions=positions)[0]
-        second = self.second(x)
-        plain = second.to_local() if isinstance(second, DTensor) else second
-        return x + self.mlp(plain)
-
-
-class Mixes(Layer):
-    """Adds a plain tensor of the whole sequence to a part of it."""
-
-    def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-        return super().forward(x + torch.ones(x.shape[1], HIDDEN), positions)
-
-
-class KeepsOld(Layer):
-    """Adds what came before the attention's reduction."""
-
-    def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-        whole = self.attention(self.first(x), positions=positions)[0]
-        return x + whole.full_tensor() if isinstance(whole, DTensor) else x + whole
-
-
-def with_layer(kind: Callable[..., nn.Module], attribute: str) -> nn.Module:
-    """The tiny model with one module of layer 0, or the layer itself, replaced."""
-    model = Tiny()
-    target: Any = model.layers[0]
-    new: Any = kind(HIDDEN) if attribute in ("first", "second") else kind()
-    if attribute:
-        new.load_state_dict(getattr(target, attribute).state_dict())
-        setattr(target, attribute, new)
-    else:
-        new.load_state_dict(target.state_dict())
-        model.layers[0] = new
-    return model
-
-
-def layer(kind: Callable[..., nn.Module], attribute: str = "") -> Callable[[], nn.Module]:
-    return partial(with_layer, kind, attribute)
-
-
-# -- faults of this package ---------------------------------------------------------------------
-
-
-def wrong_reduction() -> AbstractContextManager[Any]:
-    return mock.patch.object(steps.Step, "reduction", "avg")
-
-
-def forgotten_adjoint() -> AbstractContextManager[Any]:
-    """Gradients take the way of values."""
-    return mock.patch.object(
-        Transition, "adjoint", property(lambda self: Transition.compile(self.target, self.source))
-    )
-
-
-def swapped_ranks() -> AbstractContextManager[Any]:
-    """What comes from coordinate 0 is put where coordinate 1's belongs."""
-    right = vars(steps.RankStep)["unpack"].func
-
-    def swapped(self: steps.RankStep) -> Callable[[Tensor], Tensor]:
-        put = right(self)
-        if self.kind is not steps.Kind.ALL_GATHER:
-            return put  # type: ignore[no-any-return]
-        return lambda received: put(torch.cat(received.chunk(2)[::-1]))
-
-    return mock.patch.object(steps.RankStep, "unpack", property(swapped))
-
-
-def swapped_parameters() -> AbstractContextManager[Any]:
-    """A rank keeps the other rank's part of the parameters of production."""
-    right = production.local_part
-
-    def wrong(full: Tensor, layout: Layout, coordinate: tuple[int, ...]) -> Tensor:
-        return right(full, layout, tuple(1 - each for each in coordinate))
-
-    return mock.patch.object(production, "local_part", wrong)
-
-
-def no_settlement() -> AbstractContextManager[Any]:
-    return mock.patch.object(end_of_backward.EndOfBackward, "install", return_value=None)
-
-
-def double_settlement() -> AbstractContextManager[Any]:
-    right = end_of_backward.Settlement.run
-
-    def twice(self: Any, gradients: Any, *rest: Any) -> None:
-        right(self, gradients, *rest)
-        right(self, gradients, *rest)
-
-    return mock.patch.object(end_of_backward.Settlement, "run", twice)
-
-
-def stale_key() -> AbstractContextManager[Any]:
-    """Plain arguments do not count in the key of a plan."""
-    right = dispatch._key
-
-    def forgetful(value: Any, found: list[Tensor]) -> Any:
-        key = right(value, found)
-        if isinstance(key, tuple) and key and key[0] in (tuple, list):
-            return tuple(
-                part[:1] if isinstance(part, tuple) and part[:1] == (int,) else part for part in key
-            )
-        return key
-
-    return mock.patch.object(dispatch, "_key", forgetful)
-
-
-def wrong_rows() -> AbstractContextManager[Any]:
-    """The embedding looks one row too far."""
-    right = vocabulary.shard_vocabulary
-
-    def shifted(module: nn.Embedding, layout: Layout, coordinate: tuple[int, ...]) -> Any:
-        own = right(module, layout, coordinate)
-        return evolve(own, start=own.start + 1, stop=own.stop + 1) if own.start else own
-
-    return mock.patch.object(production, "shard_vocabulary", shifted)
-
-
-def unmasked_rows() -> AbstractContextManager[Any]:
-    """Rows of other ranks are not cleared."""
-
-    def leave(self: Any, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        return output
-
-    return mock.patch.object(vocabulary.VocabularyRange, "leave", leave)
-
-
-def no_reduction_in_production() -> AbstractContextManager[Any]:
-    """Exits of production forget a step."""
-    right = production.Exit.__call__
-
-    def leave(self: Any, module: Any, args: Any, output: Any) -> Any:
-        return output if "mlp" in self.origin.name else right(self, module, args, output)
-
-    return mock.patch.object(production.Exit, "__call__", leave)
-
-
-def wrong_order_of_cut() -> AbstractContextManager[Any]:
-    right = Chunk.keep
-
-    def wrong(self: Chunk, runs: Runs, index: int) -> Runs:
-        return right(self, runs, (index + 1) % self.count)
-
-    return mock.patch.object(Chunk, "keep", wrong)
-
-
-class Unlabelled(Tiny):
-    """Is called without labels although the plan says that they come."""
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        if labels is None:
-            return super().forward(ids)
-        raise AssertionError("called with labels")
-
 
 ATTENTION, MLP = "layers.0.attention", "layers.0.mlp"
 
@@ -786,93 +433,7 @@ FAULTS: dict[str, Fault] = {
         "gradient of layers.0.attention.q_norm.weight",
         "report",
     ),
-    # Found when the plan is applied.
-    "parameter unknown": Fault(
-        lambda plan: evolve(
-            plan, parameters=[*plan.parameters, ParameterSpec("gone.weight", "x", (2,), WHOLE, "")]
-        ),
-        "parameter gone.weight",
-        "plan",
-    ),
-    "parameter forgotten": Fault(
-        without_parameter("layers.1.first.weight"), "parameter layers.1.first.weight", "plan"
-    ),
-    "parameter of another shape": Fault(
-        lambda plan: with_parameter(plan, "norm.weight", shape=(HIDDEN + 1,)),
-        "parameter norm.weight has shape",
-        "plan",
-    ),
-    "dim that the parameter lacks": Fault(
-        parameter("norm.weight", cut(1)), "parameter norm.weight", "plan"
-    ),
-    "axis that the plan does not shard over": Fault(
-        parameter("norm.weight", Contract({"dp": cut(0).placement("tp")})),
-        "parameter norm.weight is placed on",
-        "plan",
-    ),
-    "uneven cut": Fault(
-        parameter(f"{ATTENTION}.q.weight", Contract({"tp": RaggedShard((0,), (3, 5))})),
-        "parameter layers.0.attention.q.weight",
-        "plan",
-    ),
-    "ragged tensor at a boundary": Fault(
-        changed(ATTENTION, "inputs", "x", inside=Contract({"tp": RaggedShard((1,), (1, 1))})),
-        "boundary layers.0.attention, tensor 'x'",
-        "plan",
-    ),
-    "boundary unknown": Fault(
-        more_boundaries(BoundarySpec("layers.9", BoundaryKind.LAYER)), "boundary layers.9", "plan"
-    ),
-    "boundary twice": Fault(
-        more_boundaries(BoundarySpec("norm", BoundaryKind.NORM)),
-        "boundary norm is in the plan",
-        "plan",
-    ),
-    "argument unknown": Fault(
-        lambda plan: with_boundary(plan, "norm", inputs=[BoundaryTensor("y", cut(1), cut(1))]),
-        "boundary norm: Norm.forward takes no argument 'y'",
-        "plan",
-    ),
-    "output declared twice": Fault(
-        lambda plan: with_boundary(
-            plan,
-            "norm",
-            outputs=[BoundaryTensor("", WHOLE, cut(1)), BoundaryTensor("", WHOLE, cut(1))],
-        ),
-        "boundary norm: output '' is declared twice",
-        "plan",
-    ),
-    "size localized over another axis": Fault(
-        lambda plan: with_boundary(
-            plan, ATTENTION, localize=[LocalAttribute("heads", "dp", HEADS)]
-        ),
-        "boundary layers.0.attention: attribute 'heads'",
-        "plan",
-    ),
-    "attribute unknown": Fault(
-        lambda plan: with_boundary(
-            plan, ATTENTION, localize=[LocalAttribute("groups", "tp", HEADS)]
-        ),
-        "boundary layers.0.attention: attribute 'groups'",
-        "plan",
-    ),
-    "tie unknown to the module": Fault(
-        lambda plan: evolve(plan, tied=[("embed.weight", "head.weight")]),
-        "'embed.weight', 'head.weight'",
-        "plan",
-    ),
-    "vocabulary in pieces that are not one range": Fault(
-        parameter("embed.weight", Contract({"tp": StridedShard(0, 2)})),
-        "parameter embed.weight",
-        "plan",
-    ),
-    "contract with a gradient that cannot be": Fault(
-        lambda plan: parameter(
-            "norm.weight", Contract({"tp": cut(0).placement("tp")}, {"tp": Partial()})
-        )(plan),
-        "mesh axis 'tp'",
-        "error",
-    ),
+    **LINT_FAULTS,
     # In this package: values, ranks, sums and keys.
     "planted: reductions take the average": Fault(same, "embed", "report", plant=wrong_reduction),
     "planted: gradients take the way of values": Fault(

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from dtensor_block import batch, loss_of, tiny_plan
-from fault_catalogue import FAULTS, Fault, Unlabelled
+from fault import Fault
+from fault_catalogue import FAULTS
+from faulty_modules import Unlabelled
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import transition

@@ -98,15 +98,11 @@ def test_what_is_not_as_declared_is_named() -> None:
     def body(mesh: Any) -> None:
         x = rows(mesh, dense)
         whole = x.detach().redistribute(placements=[Replicate()])
-        with pytest.raises(
-            ContractError, match=r"input .x.: expected tp: S\(0\), found R"
-        ):
+        with pytest.raises(ContractError, match=r"input .x.: expected tp: S\(0\), found R"):
             squared(whole)
         with pytest.raises(ContractError, match=r"argument 'scale' is a DTensor that no contract"):
             squared(x, scale=whole)  # type: ignore[arg-type]
-        with pytest.raises(
-            ContractError, match=r"claims_to_be_whole, output .*: expected R"
-        ):
+        with pytest.raises(ContractError, match=r"claims_to_be_whole, output .*: expected R"):
             claims_to_be_whole(x)
         assert summed(x).placements == (Partial(),)
 
@@ -124,9 +120,7 @@ def test_an_output_that_is_not_like_its_input_is_named() -> None:
 
     def body(mesh: Any) -> None:
         x = rows(mesh, torch.ones(4, 2))
-        with pytest.raises(
-            ContractError, match=r"halves, output .*: declared to be like"
-        ):
+        with pytest.raises(ContractError, match=r"halves, output .*: declared to be like"):
             halves(x)
         with pytest.raises(ContractError, match=r"too_many, output '1' is declared by no contract"):
             too_many(x)
