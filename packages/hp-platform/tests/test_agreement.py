@@ -146,3 +146,86 @@ def test_a_value_whose_repr_is_an_address_is_refused_on_every_rank():
     assert found == [found[0]] * 2
     assert "rank 1 cannot compare hooks with others: hooks[0] is <" in found[0]
     assert "__repr__" in found[0]
+
+
+@pytest.mark.ranks
+def test_one_rank_that_cannot_look_at_its_value_stops_all():
+    class Broken:
+        def __repr__(self):
+            raise ValueError("no repr")
+
+    nested = []
+    nested.append(nested)
+
+    def body(rank):
+        axis = MeshAxis.of_group()
+        found = message("plan", {"a": 1, "b": Broken() if rank else 2}, axis)
+        return found, message("plan", nested if rank else [], axis)
+
+    for broken, endless in run_ranks(body, 2):
+        assert (
+            "rank 1 cannot compare plan with others: looking at it raised ValueError: no" in broken
+        )
+        assert "(after plan['a'])" in broken
+        assert "raised RecursionError" in endless
+
+
+@pytest.mark.ranks
+def test_values_of_every_kind_agree_with_themselves_and_with_nothing_near_them():
+    """Pairs of equal values that are built in different orders, then near misses."""
+
+    def array(values):
+        class Array:  # what of a NumPy array is looked at
+            __array_interface__ = {}  # noqa: RUF012
+            dtype, shape = torch.int64, (len(values),)
+            tolist, tobytes = (lambda self: values), (lambda self: bytes(values))
+
+            def __repr__(self):
+                return "array([0, ..., 0])"
+
+        Array.dtype = type("Dtype", (), {"hasobject": False, "__str__": lambda self: "int64"})()
+        return Array()
+
+    conjugate = torch.tensor([1 + 2j]).conj()
+    equal = [
+        (float("nan"), float("nan")),
+        ({3, 1, 2}, {2, 3, 1}),
+        # Sets inside, whose own order depends on how they were filled.
+        ({frozenset([0, 8])}, {frozenset([8, 0])}),
+        ({(frozenset([0, 8]), 1): "a"}, {(frozenset([8, 0]), 1): "a"}),
+        ({1: "a", "b": 2, None: 3, (1,): 4}, {(1,): 4, None: 3, "b": 2, 1: "a"}),
+        (conjugate, torch.tensor([1 - 2j])),
+        (torch.ones(2, 3).t(), torch.ones(3, 2)),
+        (torch.ones(0), torch.zeros(0)),
+        (torch.ones(3).to(torch.float8_e4m3fn), torch.ones(3).to(torch.float8_e4m3fn)),
+        (array([0, 1]), array([0, 1])),
+    ]
+    different = [
+        (0.0, -0.0),
+        (1, True),
+        ({1: "a"}, {"1": "a"}),
+        ([1, 2], (1, 2)),
+        ({1}, frozenset({1})),
+        (torch.ones(2), torch.ones(2, 1)),
+        (torch.ones(2), torch.ones(2).int()),
+        (array([0, 1]), array([1, 0])),
+        (array([0, 1]), array([0, 1, 0])),
+    ]
+
+    def body(rank):
+        axis = MeshAxis.of_group()
+        for pair in equal:
+            agree("value", pair[rank], axis)
+        return [message("value", pair[rank], axis) for pair in different]
+
+    for unlike in run_ranks(body, 2):
+        assert all("disagree about value" in text for text in unlike)
+
+
+@pytest.mark.ranks
+def test_tensors_without_plain_content_are_refused_on_every_rank():
+    def body():
+        return message("plan", [torch.ones(2).to_sparse()], MeshAxis.of_group())
+
+    for text in run_ranks(body, 2):
+        assert "raised TypeError: a torch.sparse_coo tensor" in text

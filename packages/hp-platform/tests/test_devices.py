@@ -128,3 +128,12 @@ def test_a_torch_npu_for_another_torch_is_refused_before_it_is_loaded(tmp_path, 
     minor = ".".join(torch.__version__.split(".")[:2])
     with pytest.raises(HPError, match=rf"made for torch 1\.11, .* install torch_npu {minor}"):
         device("npu")
+
+
+def test_a_folder_or_module_of_that_name_is_not_taken_for_torch_npu(tmp_path, monkeypatch):
+    (tmp_path / "torch_npu").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not has_torch_npu()
+    assert device().type in ("cpu", "cuda")
+    monkeypatch.setitem(sys.modules, "torch_npu", None)
+    assert not has_torch_npu()

@@ -19,6 +19,13 @@ def test_an_axis_of_one_rank_costs_nothing():
     assert measure_link(alone).seconds(1 << 30) == 0.0
 
 
+@pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 3}, {"repeats": 0}])
+def test_measurements_of_nothing_are_refused(arguments):
+    alone = MeshAxis("dp", 1, 0, (0,), Tier.LOCAL, torch.device("cpu"))
+    with pytest.raises(HPError, match="needs at least 4 bytes and 1 repeat"):
+        measure_link(alone, **arguments)
+
+
 @pytest.mark.ranks
 def test_every_rank_gets_the_same_link():
     first, second = run_ranks(lambda: measure_link(MeshAxis.of_group(), size=1 << 16), 2)

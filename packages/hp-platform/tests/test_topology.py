@@ -274,3 +274,24 @@ def test_agents_on_one_machine_are_told_apart_in_groups_whose_local_ranks_differ
         return MeshAxis.of_group(group).tier if rank in (0, 3) else None
 
     assert run_ranks(body, 4) == [Tier.SLOW, None, None, Tier.SLOW]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "super_nodes", "named"),
+    [
+        (("a", None), (), "rank 1 has the host None"),
+        (("", "b"), (), "rank 0 has the host ''"),
+        (("a\nb",), (), "expected a name of one line"),
+        # Two hosts without a super-node would share the one called "".
+        (("a", "b", "c"), ("s", "", ""), "rank 1 has the super-node '', .* or of none"),
+    ],
+)
+def test_names_that_would_be_mistaken_are_refused(hosts, super_nodes, named):
+    with pytest.raises(TopologyError, match=named):
+        Topology.from_hosts(hosts, super_nodes)
+
+
+@pytest.mark.parametrize("numbers", [(2.0, 2), ("2", 2), (2, 1.5), (4, 1, 2.0)])
+def test_numbers_of_hosts_are_integers(numbers):
+    with pytest.raises(TopologyError):
+        Topology.regular(*numbers)

@@ -176,12 +176,25 @@ def test_a_command_that_the_kernel_refuses_is_shown_and_skips():
         ({"hosts": 1}, "2 to 250 hosts, got hosts=1"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"slow": "fast"}, "got 'fast'"),
+        ({"slow": "0bit"}, "got '0bit'"),
+        ({"slow": "0.0mbit"}, "got '0.0mbit'"),
+        ({"slow": 5}, "got 5"),
+        ({"hosts": 2.0}, "got hosts=2.0"),
+        ({"ranks_per_host": "2"}, "got ranks_per_host=2"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments, named):
     with pytest.raises(HPError, match=named) as caught, two_tier(**arguments):
         pass
     assert not isinstance(caught.value, TwoTierUnavailable)
+
+
+def test_a_network_is_refused_after_its_block():
+    with two_tier(ranks_per_host=1) as net:
+        pass
+    for use in (lambda: net.run(lambda: None), lambda: net.prefix(0), lambda: net.environment(0)):
+        with pytest.raises(HPError, match="this network is gone"):
+            use()
 
 
 @pytest.mark.slow

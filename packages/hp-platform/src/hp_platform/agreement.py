@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import re
@@ -25,8 +26,8 @@ def agree(name: str, value: object, axis: MeshAxis) -> None:
 
     Digests are compared; only when they differ do the ranks exchange more, to find the first
     item that does. Items are found in mappings (whatever their order), sequences, sets and
-    dataclass or attrs instances, nested to any depth. Tensors and bytes are compared by content,
-    everything else by `repr`, which must be complete and free of addresses.
+    dataclass or attrs instances, nested to any depth. Tensors, NumPy arrays and bytes are compared
+    by content, everything else by `repr`, which must be complete and free of addresses.
 
     Args:
         name: what the value is, for the message.
@@ -34,11 +35,10 @@ def agree(name: str, value: object, axis: MeshAxis) -> None:
     Raises:
         AgreementError: on every rank alike; names the ranks that differ from most others, the
             first differing item, and what they hold there. Also where a value cannot be
-            compared, because its `repr` shows an address.
+            compared, because its `repr` shows an address or fails.
     """
-    items = list(_items(name, value))
+    items, problems = _examined(name, value)
     origin = Origin("hp_platform", name, "agreement")
-    problems = [f"{path} is {text}" for path, text in items if _ADDRESS.search(text)]
     own = (_digest(*items), problems[:1])
     answers: list[tuple[bytes, list[str]]] = gather_objects(own, axis, origin=origin)
     if all(answer == answers[0] for answer in answers) and not answers[0][1]:
@@ -46,10 +46,26 @@ def agree(name: str, value: object, axis: MeshAxis) -> None:
     for rank, (_, found) in zip(axis.ranks, answers):
         if found:
             raise AgreementError(
-                f"rank {rank} cannot compare {name} with others: {found[0][:_SHOWN]}, which is "
-                "an address; give the object a __repr__ that shows its content"
+                f"rank {rank} cannot compare {name} with others: {found[0]}; give the object a "
+                "__repr__ that shows its content, or leave it out"
             )
     raise AgreementError(_difference(name, items, [digest for digest, _ in answers], axis, origin))
+
+
+def _examined(name: str, value: object) -> tuple[list[tuple[str, str]], list[str]]:
+    """The items of `value`, and what stands against comparing them; raises nothing.
+
+    A rank that raised here would leave the others waiting for it.
+    """
+    items: list[tuple[str, str]] = []
+    try:
+        items.extend(_items(name, value))
+    except Exception as error:
+        place = items[-1][0] if items else "its beginning"
+        account = f"{type(error).__name__}: {error}"[:_SHOWN]
+        return items, [f"looking at it raised {account} (after {place[:_SHOWN]})"]
+    shown = ((path, text[:_SHOWN]) for path, text in items if _ADDRESS.search(text))
+    return items, [f"{path} is {text}, which is an address" for path, text in shown]
 
 
 def _difference(
@@ -96,13 +112,16 @@ def _items(path: str, value: object) -> Iterator[tuple[str, str]]:
     if isinstance(value, torch.Tensor):
         yield path, _tensor_text(value)
     elif isinstance(value, bytes | bytearray | memoryview):
-        yield path, f"{len(value)} bytes with SHA-256 {hashlib.sha256(value).hexdigest()}"
+        yield path, f"{len(value)} bytes with SHA-256 {_hash(value)}"
     elif isinstance(value, Mapping):
         yield path, type(value).__name__
-        for key, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
-            yield from _items(f"{path}[{key!r}]", item)
+        named = ((_text(key), item) for key, item in value.items())
+        for key, item in sorted(named, key=lambda pair: pair[0]):
+            yield from _items(f"{path}[{key}]", item)
     elif isinstance(value, Set):
-        yield path, f"{type(value).__name__} {sorted(map(repr, value))}"
+        yield path, _text(value)
+    elif hasattr(value, "__array_interface__"):  # a NumPy array's repr leaves out the middle
+        yield path, _array_text(value)
     elif isinstance(value, Sequence) and not isinstance(value, str | range):
         yield path, type(value).__name__
         for index, item in enumerate(value):
@@ -115,6 +134,20 @@ def _items(path: str, value: object) -> Iterator[tuple[str, str]]:
         yield path, repr(value)
 
 
+def _text(value: object) -> str:
+    """The `repr`, but of a set in an order that is the same in every process."""
+    if isinstance(value, Set):
+        return f"{type(value).__name__} [{', '.join(sorted(map(_text, value)))}]"
+    if type(value) is tuple:
+        return f"({', '.join(map(_text, value))})"
+    return repr(value)
+
+
+def _array_text(value: Any) -> str:
+    content = repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+    return f"{value.dtype} array of shape {value.shape} with SHA-256 {_hash(content)}"
+
+
 def _fields(value: Any) -> list[str]:
     """Names of the fields of a dataclass or attrs instance that take part in comparisons."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -125,13 +158,20 @@ def _fields(value: Any) -> list[str]:
 
 
 def _tensor_text(tensor: torch.Tensor) -> str:
+    about = f"{tensor.dtype} of shape {tuple(tensor.shape)}"
     if tensor.is_meta:
-        return f"{tensor.dtype} of shape {tuple(tensor.shape)} without content"
-    plain = tensor.detach().cpu().contiguous().view(-1)
-    content = bytes(plain.view(torch.uint8).tolist()) if plain.numel() else b""
-    digest = hashlib.sha256(content).hexdigest()
+        return f"{about} without content"
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise TypeError(f"a {tensor.layout} tensor, {about}, has no plain content; densify it")
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     shown = f" {plain.tolist()}" if plain.numel() <= 4 else ""
-    return f"{tensor.dtype} of shape {tuple(tensor.shape)}{shown} with SHA-256 {digest}"
+    # Not through numpy, which torch does not require.
+    memory = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr()) if plain.nbytes else b""
+    return f"{about}{shown} with SHA-256 {_hash(memory)}"
+
+
+def _hash(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _digest(*items: tuple[str, str]) -> bytes:

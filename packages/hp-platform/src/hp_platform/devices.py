@@ -251,7 +251,11 @@ def device(type: str | None = None) -> Device:
 
 def has_torch_npu() -> bool:
     """Whether torch_npu is installed; runs none of its code."""
-    return importlib.util.find_spec("torch_npu") is not None
+    if "torch_npu" in sys.modules:  # find_spec fails for one that has no spec
+        return sys.modules["torch_npu"] is not None
+    # A mere folder of that name, which Python would take for a package, has no loader.
+    found = importlib.util.find_spec("torch_npu")
+    return found is not None and found.origin is not None
 
 
 def _is_usable(kind: str) -> bool:

@@ -45,7 +45,15 @@ def measure_link(axis: MeshAxis, *, size: int = 1 << 22, repeats: int = 5) -> Li
     The minimum over the repeats counts, and of the ranks' times the longest, so every rank
     gets the same answer and plans the same way. An axis of one rank has no latency and an
     infinite bandwidth.
+
+    Raises:
+        HPError: `size` is below 4 bytes a rank, or `repeats` below 1.
     """
+    if size < 4 * axis.size or repeats < 1:
+        raise HPError(
+            f"measuring axis {axis.name!r} needs at least {4 * axis.size} bytes and 1 repeat, got "
+            f"size={size} and repeats={repeats}"
+        )
     if axis.process_group is None:
         return Link(0.0, float("inf"))
     small, large = (_seconds(axis, length, repeats) for length in (axis.size, size // 4))

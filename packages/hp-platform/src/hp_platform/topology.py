@@ -55,6 +55,14 @@ class Topology:
     def __post_init__(self) -> None:
         if not self.hosts:
             raise TopologyError("a topology needs at least one rank, got an empty list of hosts")
+        for kind, names in (("host", self.hosts), ("super-node", self.super_nodes)):
+            for rank, name in enumerate(names):
+                # Names go through the store as lines; "" would stand for an undeclared super-node.
+                if not isinstance(name, str) or not name or "\n" in name:
+                    raise TopologyError(
+                        f"rank {rank} has the {kind} {name!r}, expected a name of one line; name "
+                        f"the {kind} of every rank{', or of none' * (kind == 'super-node')}"
+                    )
         if not self.super_nodes:
             return
         if len(self.super_nodes) != len(self.hosts):
@@ -96,15 +104,16 @@ class Topology:
         Raises:
             TopologyError: a number is not positive, or the hosts do not divide evenly.
         """
-        if hosts < 1 or devices_per_host < 1:
+        if not _is_positive(hosts) or not _is_positive(devices_per_host):
             raise TopologyError(
-                f"hosts and devices per host must be positive, got {hosts} and {devices_per_host}"
+                "hosts and devices per host must be positive integers, got "
+                f"{hosts} and {devices_per_host}"
             )
         of_rank = [rank // devices_per_host for rank in range(hosts * devices_per_host)]
         names = tuple(f"host{host}" for host in of_rank)
         if hosts_per_super_node is None:
             return cls(names)
-        if hosts_per_super_node < 1 or hosts % hosts_per_super_node:
+        if not _is_positive(hosts_per_super_node) or hosts % hosts_per_super_node:
             raise TopologyError(
                 f"{hosts} hosts do not divide into super-nodes of {hosts_per_super_node}"
             )
@@ -291,6 +300,10 @@ def _rank_and_world_size() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _is_positive(number: object) -> bool:
+    return isinstance(number, int) and number > 0
 
 
 def _largest_divisor(number: int, limit: int | None) -> int:

@@ -13,9 +13,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import unittest
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hp_platform.errors import HPError
@@ -50,6 +51,7 @@ class TwoTierNetwork:
     ranks_per_host: int
     slow: str
     networks: tuple[int, ...]
+    _closed: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     @property
     def world_size(self) -> int:
@@ -61,7 +63,9 @@ class TwoTierNetwork:
 
         Raises:
             RankFailure: a rank raised, died or did not finish in time.
+            HPError: the `with` block has ended.
         """
+        self._require_open()
         places = [
             Place(host, local, self.ranks_per_host, _INTERFACE, network)
             for host, network in enumerate(self.networks)
@@ -85,7 +89,12 @@ class TwoTierNetwork:
         """The IPv4 address under which the others reach `host`."""
         return f"10.211.7.{self._known(host) + 1}"
 
+    def _require_open(self) -> None:
+        if self._closed.is_set():
+            raise HPError("this network is gone with its `with two_tier(...)` block; run inside it")
+
     def _known(self, host: int) -> int:
+        self._require_open()
         if not 0 <= host < self.hosts:
             raise HPError(f"there is no host {host}, hosts are 0 to {self.hosts - 1}")
         return host
@@ -122,6 +131,7 @@ def two_tier(
         _on(switch, "ip", "link", "set", "switch", "up")
         for host in range(hosts):
             _connect(net, host, switch)
+        stack.callback(net._closed.set)
         yield net
 
 
@@ -138,11 +148,11 @@ def unavailable() -> str | None:
 
 
 def _check(hosts: int, ranks_per_host: int, slow: str) -> None:
-    if not 2 <= hosts <= _MOST_HOSTS:
+    if not isinstance(hosts, int) or not 2 <= hosts <= _MOST_HOSTS:
         raise HPError(f"two_tier needs 2 to {_MOST_HOSTS} hosts, got hosts={hosts}")
-    if ranks_per_host < 1:
+    if not isinstance(ranks_per_host, int) or ranks_per_host < 1:
         raise HPError(f"a host needs at least one rank, got ranks_per_host={ranks_per_host}")
-    if not _RATE.fullmatch(slow):
+    if not isinstance(slow, str) or not _RATE.fullmatch(slow) or not slow.strip("0.kmgtbi"):
         raise HPError(f"slow is a rate such as '500mbit' or '2gbit', got {slow!r}")
 
 
