@@ -74,3 +74,21 @@ def test_other_failures_are_not_mistaken_for_mistakes_in_the_inputs() -> None:
 
     with pytest.raises(RankFailure, match="a fault of the program"):
         run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_meshes_make_groups_only_for_axes_of_several_ranks_and_only_once() -> None:
+    from torch.distributed import distributed_c10d
+
+    from hp_integration.world import device_mesh
+
+    def body() -> list[int]:
+        made = []
+        for sizes in ({"dp": 2, "cp": 1, "tp": 2}, {"dp": 2, "cp": 1, "tp": 2}, {"dp": 4, "tp": 1}):
+            mesh = device_mesh(sizes)
+            assert dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True)) == sizes
+            made.append(len(distributed_c10d._world.pg_map))
+        return made
+
+    # The default group, one for dp and one for tp; then nothing more.
+    assert run_ranks(body, 4) == [[3, 3, 3]] * 4

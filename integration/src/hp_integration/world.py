@@ -16,11 +16,12 @@ from typing import TypeVar
 import torch.distributed as dist
 from attrs import frozen
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from hp_integration.errors import InputError
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import Origin, barrier, gather_objects
+from hp_platform.mesh import make_mesh
 from hp_platform.topology import Topology
 
 T = TypeVar("T")
@@ -98,8 +99,11 @@ def declare_hosts(devices_per_host: int | None, world_size: int) -> None:
 
 
 def device_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    """The mesh of all ranks on the CPU, axes in the order of `sizes`."""
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    """The mesh of all ranks on the CPU, axes in the order of `sizes`.
+
+    Axes of size 1 have no groups, and the same mesh made again has the groups it had.
+    """
+    return make_mesh(sizes)
 
 
 def require_shared_folder(folder: Path, world: World) -> None:
