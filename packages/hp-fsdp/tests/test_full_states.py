@@ -1,0 +1,121 @@
+"""PyTorch's state functions see our shards as what they are."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint.state_dict as states
+import torch.distributed.fsdp as fsdp2
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import DTensor
+from hp_fsdp import fully_shard
+from hp_fsdp.testing import full_parameters
+from hp_platform.testing import run_ranks
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    model[1].running_mean.fill_(2.0)
+    return model
+
+
+def sharded(mesh, policy="per_parameter", seed=0, shard=fully_shard, **options):
+    model = made(seed)
+    if shard is fully_shard:
+        options["comm_policy"] = policy
+    shard(model[0], mesh=mesh, **options)
+    shard(model, mesh=mesh, **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model, optimizer, seed):
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def meshes():
+    names = ("dp_replicate", "dp_shard")
+    return [
+        init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=names),
+    ]
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_equal(found[key], value)
+        elif isinstance(value, torch.Tensor):
+            assert type(found[key]) is torch.Tensor, key
+            torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
+
+
+FULL = states.StateDictOptions(full_state_dict=True)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("policy", ["per_parameter", "shared_buffer"])
+def test_full_states_of_model_and_optimizer_are_the_dense_ones_and_load_anywhere(policy):
+    def body(rank):
+        dense = made()
+        reference = torch.optim.AdamW(dense.parameters(), lr=0.01)
+        step(dense, reference, 0)
+        expected = states.get_state_dict(dense, reference)
+        for mesh, other in (meshes(), meshes()[::-1]):
+            model, optimizer = sharded(mesh, policy)
+            step(model, optimizer, 0)
+            model.eval()(torch.ones(2, 5))  # the root's parameters are gathered now
+            model.train()
+            found = states.get_state_dict(model, optimizer, options=FULL)
+            assert_equal(found[0], states.get_model_state_dict(dense))
+            assert_equal(found[1]["state"], expected[1]["state"])
+            shards = states.get_model_state_dict(model)
+            assert isinstance(shards["0.weight"], DTensor)
+            for broadcast in (False, True):
+                options = states.StateDictOptions(
+                    full_state_dict=True, broadcast_from_rank0=broadcast
+                )
+                again, resumed = sharded(other, policy, seed=5)
+                # Optimizers share the scalars of a state that they load.
+                held = copy.deepcopy(found) if rank == 0 or not broadcast else ({}, {})
+                states.set_model_state_dict(again, held[0], options=options)
+                states.set_optimizer_state_dict(again, resumed, held[1], options=options)
+                moments = [m for s in resumed.state.values() for m in s.values() if m.dim()]
+                assert all(isinstance(moment, DTensor) for moment in moments)
+                twin = made()
+                twin.load_state_dict(found[0])
+                step(again, resumed, 1)
+                continued = torch.optim.AdamW(twin.parameters(), lr=0.01)
+                states.set_optimizer_state_dict(
+                    twin, continued, copy.deepcopy(found[1]), options=FULL
+                )
+                step(twin, continued, 1)
+                for name, value in full_parameters(again).items():
+                    torch.testing.assert_close(
+                        value, twin.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
+                    )
+
+    run_ranks(body, 4, timeout=120)
+
+
+@pytest.mark.ranks
+def test_states_of_pytorch_fsdp2_load_in_memory_however_they_are_placed():
+    def body(rank):
+        for ours in meshes():
+            for theirs in meshes():
+                for policy in ("per_parameter", "shared_buffer"):
+                    source, _ = sharded(theirs, seed=3, shard=fsdp2.fully_shard)
+                    for assign in (False, True):
+                        model, _ = sharded(ours, policy, seed=4)
+                        model.load_state_dict(source.state_dict(), assign=assign)
+                        model(torch.ones(2, 5)).sum().backward()
+                        for name, value in made(3).named_parameters():
+                            assert torch.equal(full_parameters(model)[name], value.detach())
+
+    run_ranks(body, 4, timeout=120)
