@@ -149,7 +149,24 @@ def _grouped(call: Call) -> Recipe:
         raise call.error("the offsets are a pending sum", "redistribute them to Replicate()")
     sizes = {"g": offsets.shape[0]} if isinstance(offsets, Operand) else {}
     derivation = derive(call.operator, parse(text), call.layouts, sizes=sizes)
+    for operand in call.operands[:2]:
+        _check_rows_of_memory(call, operand)
     return Recipe(derivation.operands, derivation.outputs[0])
+
+
+def _check_rows_of_memory(call: Call, operand: Operand) -> None:
+    """Kernels of grouped products want rows of memory of whole 16 bytes, on every rank alike."""
+    layout, unit = operand.layout, 16 // operand.dtype.itemsize
+    dims = range(len(layout.shape) - 2, len(layout.shape))
+    for coordinate in layout.abstract_mesh.coordinates():
+        local = layout.local_shape(coordinate)
+        for dim in dims:
+            if local[dim] != layout.shape[dim] and (local[dim] % unit or not local[dim]):
+                raise call.error(
+                    f"the kernel takes rows of whole 16 bytes ({unit} of {operand.dtype}), and "
+                    f"the rank at {coordinate} has {local[dim]} along dim {dim}",
+                    f"cut dim {dim} into multiples of {unit}, or redistribute it to Replicate()",
+                )
 
 
 def _solve(call: Call) -> Recipe | None:
