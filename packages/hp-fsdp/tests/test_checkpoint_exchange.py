@@ -1,0 +1,109 @@
+"""Checkpoints of model and optimizer move between world sizes, meshes, layouts and FSDP2."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as states
+import torch.distributed.fsdp as fsdp2
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_dtensor import DTensor
+from hp_fsdp import fully_shard
+from hp_fsdp.testing import full_parameters
+from hp_platform.testing import run_ranks
+
+
+class Tied(nn.Module):
+    """Sizes that no mesh here divides, a tied weight and a buffer."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(5, 3)
+        self.middle = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros(3))
+
+    def forward(self, ids):
+        return self.head(torch.tanh(self.middle(self.embed(ids))))
+
+
+def mesh_of(shape):
+    names = ("dp_replicate", "dp_shard")[-len(shape) :]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def sharded(kind, shape, seed=0):
+    model, mesh = Tied(seed), mesh_of(shape)
+    if kind == "fsdp2":
+        fsdp2.fully_shard(model.middle, mesh=mesh)
+        fsdp2.fully_shard(model, mesh=mesh)
+    else:
+        fully_shard(model.middle, mesh=mesh, comm_policy=kind)
+        fully_shard(model, mesh=mesh, comm_policy=kind)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(model, optimizer, seed):
+    ids = torch.randint(5, (4, 3), generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
+    optimizer.step()
+    model.steps.add_(1)
+
+
+def save(kind, shape, path):
+    def body(rank):
+        model, optimizer = sharded(kind, shape)
+        step(model, optimizer, 0), step(model, optimizer, 1)
+        found = states.get_state_dict(model, optimizer)
+        dcp.save({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
+
+    run_ranks(body, torch.Size(shape).numel())
+
+
+def resumed(kind, shape, path):
+    """Parameters after loading into other values and one more step."""
+
+    def body(rank):
+        model, optimizer = sharded(kind, shape, seed=7)
+        model_state, optimizer_state = states.get_state_dict(model, optimizer)
+        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+        states.set_state_dict(
+            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+        )
+        assert model.embed.weight is model.head.weight
+        assert model.steps.tolist() == [2, 2, 2]
+        step(model, optimizer, 2)
+        if kind != "fsdp2":
+            assert all(isinstance(p, DTensor) for p in model.parameters())
+            return full_parameters(model)
+        return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+
+    return run_ranks(body, torch.Size(shape).numel())[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("saved", "loads"),
+    [
+        (
+            ("per_parameter", (3,)),
+            [("shared_buffer", (1,)), ("shared_buffer", (2, 2)), ("fsdp2", (2,))],
+        ),
+        (("shared_buffer", (2, 2)), [("per_parameter", (2,)), ("fsdp2", (4,))]),
+        (("fsdp2", (3,)), [("per_parameter", (2, 2)), ("shared_buffer", (2,))]),
+    ],
+)
+def test_training_continues_as_if_it_had_not_been_interrupted(saved, loads, tmp_path):
+    dense = Tied()
+    reference = torch.optim.AdamW(dense.parameters(), lr=0.01)
+    for seed in range(3):
+        step(dense, reference, seed)
+    save(*saved, tmp_path)
+    for kind, shape in loads:
+        found = resumed(kind, shape, tmp_path)
+        for name, value in dense.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6)
