@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -138,5 +140,31 @@ def test_a_checkpoint_saved_on_one_mesh_loads_on_another_and_training_continues(
             for name, value in dense.state_dict().items():
                 found = full_state_dict(other)[name]
                 torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6)
+
+    run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+def test_an_average_of_weights_kept_on_shards_is_that_of_the_full_weights():
+    def body(rank):
+        for mesh in (flat(4), hsdp()):
+            model, dense = sharded(mesh), made()
+            averaged = copy.deepcopy(model.state_dict())
+            expected = copy.deepcopy(dense.state_dict())
+            for _ in range(3):
+                with torch.no_grad():
+                    for ours, theirs in zip(model.parameters(), dense.parameters()):
+                        ours.mul_(1.5), theirs.mul_(1.5)
+                    for state, average in (
+                        (model.state_dict(), averaged),
+                        (dense.state_dict(), expected),
+                    ):
+                        for name, value in state.items():
+                            if value.is_floating_point():
+                                average[name].lerp_(value, 0.1)
+            other = sharded(mesh, seed=9)
+            other.load_state_dict(averaged)
+            for name, value in full_state_dict(other).items():
+                assert torch.equal(value, expected[name]), name
 
     run_ranks(body, 4)
