@@ -164,6 +164,52 @@ def test_views_are_found_by_name():
     assert "4 x 6" in str(optimizer.plan)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 3, 4), (2, 0, 4)])
+def test_parameters_without_elements_are_stepped_saved_and_loaded_beside_others(shape):
+    parameters = matrices(shape, (3, 4))
+    optimizer = Muon(parameters, normuon_beta2=0.9)
+    for _ in range(2):
+        set_gradients(parameters)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert parameters[1].isfinite().all()
+
+
+def test_a_setting_made_wrong_between_steps_is_refused_before_anything_changes():
+    (weight,) = matrices((4, 6))
+    optimizer = Muon([weight])
+    before = weight.detach().clone()
+    for key, value, message in (("scale", "rms", "unknown scale"), ("ns_steps", 9, "5 steps")):
+        good, optimizer.param_groups[0][key] = optimizer.param_groups[0][key], value
+        set_gradients([weight])
+        with pytest.raises(MuonError, match=message):
+            optimizer.step()
+        optimizer.param_groups[0][key] = good
+        assert torch.equal(weight, before)
+        assert not any(s["momentum_buffer"].any() for s in optimizer.state.values())
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sizes", "shape", "flat"),
+    [
+        ("o i h w -> o (i h w)", {}, (6, 4, 3, 2), (6, 24)),
+        ("o i k -> o (i k)", {}, (6, 4, 3), (6, 12)),
+        ("(g o) i h w -> g o (i h w)", {"g": 2}, (6, 4, 3, 2), (2, 3, 24)),
+    ],
+)
+def test_convolution_kernels_step_as_the_matrices_their_view_names(pattern, sizes, shape, flat):
+    (kernel,) = matrices(shape)
+    dense = [nn.Parameter(kernel.detach().reshape(flat).clone())]
+    optimizer = Muon([("c", kernel)], views={"c": MatrixView(pattern, **sizes)}, **ARGUMENTS)
+    reference = DenseMuon(dense, **ARGUMENTS)
+    for step in range(2):
+        set_gradients([kernel], step)
+        dense[0].grad = kernel.grad.reshape(flat)
+        optimizer.step()
+        reference.step()
+    torch.testing.assert_close(kernel.detach().reshape(flat), dense[0].detach())
+
+
 def test_gradient_clipping_and_scaling_work_as_for_any_optimizer():
     (weight,) = matrices((4, 4))
     optimizer = Muon([weight], **ARGUMENTS)
@@ -181,7 +227,10 @@ def test_gradient_clipping_and_scaling_work_as_for_any_optimizer():
     [
         ((4,), {}, r"'group 0 parameter 0' of shape \(4,\) holds no matrices"),
         ((4, 1, 3), {}, "holds no matrices"),
+        ((8, 4, 3, 3), {}, r"4 dims.*'o i h w -> o \(i h w\)'"),
         ((4, 4), {"lr": -1.0}, "lr must be >= 0"),
+        ((4, 4), {"lr": float("inf")}, "lr must be >= 0 and finite"),
+        ((4, 4), {"ns_steps": 2.5}, "ns_steps must be an integer, got 2.5"),
         ((4, 4), {"momentum": 1.0}, "momentum must be in"),
         ((4, 4), {"ns_steps": 6}, "tuned for 5 steps"),
         ((4, 4), {"scale": "rms"}, "unknown scale 'rms'"),

@@ -71,6 +71,26 @@ def test_experts_sharded_on_the_expert_dim_are_stepped_without_any_collective():
 
 
 @pytest.mark.ranks
+def test_rows_sharded_over_ranks_give_the_known_values_of_the_whole_matrix():
+    gradient = torch.arange(1.0, 9).reshape(4, 2)
+    expected = [[-0.44707, 0.51241], [-0.1074, 0.4079], [0.23227, 0.3034], [0.57194, 0.1989]]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        layout = Layout(mesh, [Shard(0)], gradient.shape)
+        parameter = attach_layout(torch.nn.Parameter(torch.zeros(2, 2)), layout)
+        parameter.grad = gradient.chunk(2)[rank].clone()
+        Muon(
+            [parameter], lr=1.0, weight_decay=0.0, scale="none", momentum=0.0,
+            coefficients="quintic", ns_dtype=torch.float32,
+        ).step()  # fmt: skip
+        wanted = -torch.tensor(expected).chunk(2)[rank]
+        torch.testing.assert_close(parameter.detach(), wanted, atol=1e-4, rtol=0)
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("hosts", "copies"), [(["a"] * 4, 1), (["a", "a", "b", "b"], 2), (["a", "b", "c", "d"], 2)]
 )
@@ -130,7 +150,10 @@ def test_a_batch_is_gathered_in_one_collective_per_axis_and_relayed_axis_by_axis
         return [(r.operation, r.axis, r.aligned) for r in log.records]
 
     for records in run_ranks(body, 4):
+        # Whether gradients are finite; the gather; the relay.
         assert records == [
+            ("all_reduce", "dp", True),
+            ("all_reduce", "tp", True),
             ("all_gather", "tp", True),
             ("all_gather", "dp", True),
             *[("broadcast", "tp", True)] * 2,

@@ -13,11 +13,13 @@ from torch.optim import Optimizer
 
 from hp_muon.adamw import new_adamw_state, step_adamw
 from hp_muon.channels import Channels
+from hp_muon.coefficients import coefficient_set
 from hp_muon.errors import MuonError
+from hp_muon.finite import check_gradients
 from hp_muon.gradients import local_gradient
 from hp_muon.newton_schulz import DEFAULT_EPS, newton_schulz
 from hp_muon.plan_builder import Costs, build_plan
-from hp_muon.rules import MomentumRule, Scale, accumulate
+from hp_muon.rules import MomentumRule, Scale, accumulate, update_scale
 from hp_muon.saved import MOMENTUM, ROWS, Archive, check_rows, localise, match
 from hp_muon.settings import (
     Views,
@@ -67,8 +69,9 @@ class Muon(Optimizer):
         orthogonalize: replaces Newton-Schulz: [n, rows, cols] in ns_dtype -> the same shape.
         post_update: called with the name and the parameter of every Muon parameter at the end of
             each step, on every rank that holds a part of it; see `QKClip`.
-        check_finite: whether a gradient or momentum that is not finite raises. On an accelerator
-            the host then waits for the step's last exchange.
+        check_finite: whether gradients of Muon parameters that are not finite raise, before
+            anything is changed, and updates that are not finite at the end of the step. On an
+            accelerator the host then waits for the gradients and for the step's last exchange.
         costs: cost of one matrix by (rows, cols), in any unit, for the balance of the work; the
             same on every rank. Floating-point operations when omitted.
         max_batch_elements: cap on what is gathered at a time, over the shard-group size.
@@ -209,6 +212,7 @@ class Muon(Optimizer):
 
     def _entries(self, slot: Slot) -> list[Entry]:
         coefficients = slot.group["coefficients"]
+        coefficient_set(coefficients).steps(slot.group["ns_steps"])  # may have been changed
         how = Orthogonalization(
             steps=slot.group["ns_steps"],
             coefficients=coefficients
@@ -261,9 +265,11 @@ class Muon(Optimizer):
             closure: evaluates the model and returns the loss.
 
         Raises:
-            MuonError: a gradient is Partial, sparse, or placed unlike its parameter; before
-                anything is changed. Or one is not finite: after the exchanges of the step, on
-                every rank that shares the matrix; its parameter is spoilt then.
+            MuonError: a gradient is Partial, sparse, placed unlike its parameter, or not finite
+                on any rank that this one exchanges with; before anything is changed. Or an update
+                is not finite: after the exchanges of the step, on every rank that shares the
+                matrix; its parameter is spoilt then. Gradients too are found only then where the
+                parameters are cut along several meshes, none of which has all their ranks.
         """
         loss = None
         if closure is not None:
@@ -272,6 +278,7 @@ class Muon(Optimizer):
         plan = self.plan
         found = self._slots()
         run = self._run(plan, found)
+        self._check_finite(run, found)
         muon_step(plan, run)
         self._step_adamw(run, found)
         hook: PostUpdate | None = self._settings["post_update"]
@@ -313,8 +320,17 @@ class Muon(Optimizer):
             check_finite=self._settings["check_finite"],
         )
 
+    def _check_finite(self, run: StepRun, found: Sequence[Slot]) -> None:
+        assert self._channels is not None
+        axes = self._channels.agreement
+        if run.check_finite and axes is not None:
+            names = {slot.index: slot.name for slot in found if slot.on_muon}
+            check_gradients(names, run.gradients, axes)
+
     def _hyperparameters(self, group: Mapping[str, Any]) -> Hyperparameters:
         scale = group["scale"]
+        if group["use_muon"] and not callable(scale) and scale != "custom":
+            update_scale(scale, 1, 1)  # it may have been changed since the group was made
         return Hyperparameters(
             lr=float(group["lr"]),
             momentum=float(group["momentum"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,8 +67,8 @@ def check_group(
             f"keep one of {names[:10]}"
         )
     for key in ("lr", "weight_decay"):
-        if not float(group[key]) >= 0:
-            raise MuonError(f"{where}: {key} must be >= 0, got {group[key]}")
+        if not 0 <= float(group[key]) < math.inf:
+            raise MuonError(f"{where}: {key} must be >= 0 and finite, got {group[key]}")
     if not group["use_muon"]:
         betas, eps = group["betas"], group["eps"]
         if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas) or not eps >= 0:
@@ -80,6 +81,8 @@ def check_group(
     beta2 = group["normuon_beta2"]
     if beta2 is not None and not 0 <= beta2 < 1:
         raise MuonError(f"{where}: normuon_beta2 must be in [0, 1) or None, got {beta2}")
+    if not isinstance(group["ns_steps"], int):
+        raise MuonError(f"{where}: ns_steps must be an integer, got {group['ns_steps']!r}")
     coefficient_set(group["coefficients"]).steps(group["ns_steps"])
     check_gram(settings["gram"], group["coefficients"])
     if group["scale"] != "custom" or settings["scale"] is None:
@@ -112,7 +115,7 @@ def kinds_of(name: str, parameter: Tensor, views: Views) -> tuple[ResolvedView, 
 
     Raises:
         MuonError: several views match its name, the view does not fit, or without one its last
-            two dims are no matrices.
+            two dims are no matrices or it has more than three.
     """
     shape = global_shape(parameter)
     patterns = [pattern for pattern in views if fnmatch.fnmatchcase(name, pattern)]
@@ -124,6 +127,13 @@ def kinds_of(name: str, parameter: Tensor, views: Views) -> tuple[ResolvedView, 
         raise MuonError(
             f"parameter {name!r} of shape {shape} holds no matrices in its last two dims; put "
             "it into a group with use_muon=False (split_parameters does), or give a MatrixView"
+        )
+    if len(shape) > 3:
+        raise MuonError(
+            f"parameter {name!r} of shape {shape} has {len(shape)} dims, which do not say what its "
+            "matrices are: give a MatrixView, 'o i h w -> o (i h w)' for a convolution kernel, "
+            "'l e i o -> l e i o' for matrices in the last two dims; or put it into a group with "
+            "use_muon=False (split_parameters does)"
         )
     return MatrixView.default(len(shape)).kinds(shape, f"parameter {name!r}")
 

@@ -330,7 +330,8 @@ def slice_and_apply(flight: InFlight, run: StepRun) -> None:
     """Each rank takes its own rows and cols of every update and applies them."""
     batch, part = flight.batch, flight.batch.own
     chunks = [_chunk(batch, flight.updates, s) for s in range(batch.domain.shard_size)]
-    flight.finite = torch.cat([chunk[:, 0, 0] for chunk in chunks]).isfinite()
+    # An update that is not finite anywhere is so everywhere; matrices may have no element.
+    flight.finite = torch.cat([chunk[:, :1, :1].sum((1, 2)) for chunk in chunks]).isfinite()
     run.findings.append((part, flight.stepped, flight.finite))
     for group, members in _by_hyperparameters(part, run).items():
         stepped = sorted(set(members) & flight.stepped)
@@ -447,7 +448,7 @@ def report_findings(run: StepRun) -> None:
     ]
     if names:
         raise MuonError(
-            f"the gradient or momentum of {len(names)} parameters was not finite at this step: "
+            f"the gradient, momentum or update of {len(names)} parameters was not finite: "
             f"{sorted(set(names))[:10]}. Their weights and momentum are lost: go back to a "
             "checkpoint, and look for the cause with torch.nn.utils.clip_grad_norm_(..., "
             "error_if_nonfinite=True) or a GradScaler, which act before the step"
