@@ -272,7 +272,7 @@ def test_a_program_that_no_torchrun_started_outlives_its_shell(tmp_path):
         os.kill(rank, signal.SIGKILL)
 
 
-TORCHRUN = """
+PROGRAM = """
 import os, sys, time
 import torch, torch.distributed as dist
 from hp_platform import MeshAxis, all_gather, all_reduce, reported_failures, reported_stop
@@ -305,7 +305,7 @@ def torchrun(script, *arguments):
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "program.py"
-    path.write_text(TORCHRUN)
+    path.write_text(PROGRAM)
     return path
 
 
@@ -328,11 +328,13 @@ def test_ranks_end_when_the_real_torchrun_is_killed(script):
 
 @pytest.mark.slow
 @pytest.mark.ranks
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(7200)
 def test_fifty_of_fifty_good_runs_end_with_status_0_and_in_silence(script):
-    for attempt in range(50):
+    good = 0
+    for _ in range(50):
         with torchrun(script) as agent:
-            said = agent.communicate(timeout=120)[0].decode()
-        assert agent.returncode == 0, (attempt, said)
-        assert "terminate called" not in said, (attempt, said)
-        assert "Traceback" not in said, (attempt, said)
+            said = agent.communicate(timeout=600)[0].decode()
+        silent = "terminate called" not in said and "Traceback" not in said
+        assert agent.returncode == 0 and silent, f"{good} of 50 ended well, then:\n{said}"  # noqa: PT018
+        good += 1
+    assert good == 50

@@ -18,6 +18,8 @@ from hp_platform.ledger import Origin
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
+# Devices whose tensors have an address exactly when they have memory.
+_ADDRESSED = ("cpu", "cuda")
 # What a subclass has that leaves its operations, and so its memory, to PyTorch.
 _NO_DISPATCH = Tensor.__torch_dispatch__
 
@@ -118,7 +120,7 @@ def _examine(
         problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
         remedy = "move it there (only single elements are carried there and back)"
         refuse(operation, axis, origin, f"{problem}; {remedy}")
-    if tensor.numel() and tensor.device.type != "meta" and not _has_memory(tensor):
+    if tensor.numel() and tensor.device.type in _ADDRESSED and not _has_memory(tensor):
         problem = "the tensor has no memory: its storage was freed, or a transform of torch.func "
         refuse(operation, axis, origin, f"{problem}wraps it; pass a tensor that holds its values")
     return able
