@@ -234,8 +234,15 @@ def test_placements_hold_for_the_axes_they_name_and_others_stay_as_derived():
     assert made.parameter("model.layers.0.mlp.experts.down_proj").contract == Contract(
         {"ep": Shard(0), "tp": Shard(2)}
     )
-    declared = plan(scaled(), {"cp": 2}, overrides={"model.layers.*.scale": {"tp": "R grad P"}})
-    assert declared.parameter("model.layers.0.scale").contract == Contract({}, {"cp": Partial()})
+    norms = {"*.q_norm.weight": {"tp": "R grad P"}}
+    declared = plan(model("qwen3"), {"cp": 2}, overrides=norms)
+    norm = declared.parameter("model.layers.0.self_attn.q_norm.weight")
+    assert norm.contract == Contract({}, {"cp": Partial()})
+
+
+def test_an_override_does_not_hide_that_a_layer_cannot_have_a_part_of_the_sequence():
+    with pytest.raises(PlanError, match="has parameters of its own"):
+        plan(scaled(), {"cp": 2}, overrides={"model.layers.*.scale": {"tp": "R grad P"}})
 
 
 def test_a_placement_on_an_axis_of_one_rank_is_passed_over():

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hp_dtensor.contracts import Argument, PlanError, layout_under
-from hp_dtensor.dropouts import dropout_findings
 from hp_dtensor.layout import Layout, layout_of
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import RaggedShard, sharded_dims
@@ -44,7 +43,7 @@ def check_plan(
     findings += _layouts(module, plan)
     findings += _ties(module, plan)
     findings += _boundaries(module, plan)
-    findings += dropout_findings(module, plan)
+    findings += _dropouts(module, plan)
     if findings:
         lines = "\n  - ".join(findings)
         raise PlanError(
@@ -103,6 +102,13 @@ def _mesh(plan: ShardingPlan, mesh: DeviceMesh | AbstractMesh) -> Iterator[str]:
                 f"model axis {name!r} is not an axis of the plan's mesh {plan.mesh}; take it out "
                 "of model_axes, or add it to the mesh"
             )
+
+
+def _dropouts(module: nn.Module, plan: ShardingPlan) -> Iterator[str]:
+    # Here, so that the planner, which takes names from this module, does not load the rules.
+    from hp_dtensor.dropouts import dropout_findings
+
+    return dropout_findings(module, plan)
 
 
 def _ranks(module: nn.Module, mesh: DeviceMesh | AbstractMesh, mode: str) -> Iterator[str]:
