@@ -14,7 +14,6 @@ SOME = {
     "gpt2": "weights stored [in, out], fused q, k and v, learned positions",
     "gpt_oss": "sinks, alternating gate and up, expert biases",
     "jamba": "state-space layers between attention",
-    "olmo2": "norms over all heads",
     "phi3": "fused weights in sections",
     "starcoder2": "biases of output projections",
 }
@@ -26,7 +25,7 @@ def test_a_family_of_each_kind_is_right_at_two_ranks(family):
     assert found.verdict is Verdict.RIGHT, (found.note, found.error)
 
 
-@pytest.mark.parametrize("family", ["phi3", "olmo2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["olmo2", "qwen3_next"])
 def test_whole_hidden_states_are_right_too(family):
     found = judge(family, sequence_parallel=False)
     assert found.verdict is Verdict.RIGHT, (found.note, found.error)

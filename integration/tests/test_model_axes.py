@@ -139,7 +139,19 @@ def worst(made: nn.Module, found: ShardingPlan, padded: bool) -> tuple[str, floa
     return max(run_ranks(body, found.mesh.world_size, timeout=100), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("case", CASES)
+# Run each time; the others add axes and options that these cover one by one.
+SOME = {
+    "experts beside shared ones",
+    "experts and tensors",
+    "experts and sequences",
+    "sequences and tensors",
+    "sliding windows and soft caps",
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in SOME else [pytest.mark.slow]) for c in CASES]
+)
 def test_logits_and_gradients_are_those_of_one_process(case: str) -> None:
     family, mesh, changes, options = CASES[case]
     made = model(family, changes)
@@ -157,7 +169,7 @@ def test_padding_is_masked_on_every_part_of_the_sequence() -> None:
     ("family", "mesh"),
     [
         ("qwen3_moe", {"ep": 2, "tp": 2}),
-        ("llama", {"cp": 2, "tp": 2}),
+        pytest.param("llama", {"cp": 2, "tp": 2}, marks=pytest.mark.slow),
         ("qwen3_moe", {"ep": 2, "cp": 2}),
     ],
 )
