@@ -315,6 +315,7 @@ def test_padding_travels_as_zeros(monkeypatch):
 
     def body(rank):
         monkeypatch.setattr("hp_fsdp.bucket.aligned_empty", poisoned)
+        monkeypatch.setattr("hp_fsdp.packed_bucket.aligned_empty", poisoned)
         monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", reduce_scatter_of)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         for dim in (0, 1):

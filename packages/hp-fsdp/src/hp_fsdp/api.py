@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from hp_fsdp import full_states, hooks, optimizers, state_dict
-from hp_fsdp.bucket import make_buckets
+from hp_fsdp.bucketing import make_buckets
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import NotAvailableError, ShardingError
 from hp_fsdp.offload import Offload

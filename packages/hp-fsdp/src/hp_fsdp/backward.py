@@ -17,11 +17,12 @@ from attrs import define
 from torch import Tensor
 
 from hp_dtensor.settlement import settle_gradients
-from hp_fsdp.bucket import Bucket, Scatter
+from hp_fsdp.bucket import Bucket
 from hp_fsdp.gradient_buffer import GradientBuffer
 from hp_fsdp.offload import HostCopy
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
+from hp_fsdp.scatter import Scatter
 from hp_fsdp.unit import PACKAGE, Unit
 from hp_platform import Handle, Origin, all_reduce, mark
 

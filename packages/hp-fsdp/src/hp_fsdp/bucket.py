@@ -10,59 +10,26 @@ it is read where autograd left it. Only parameters that are cut along a dim that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import define, frozen
 from torch import Tensor
 
-from hp_fsdp.cut import AnyCut, Cut, SharedCut, Uncut
+from hp_fsdp.cut import AnyCut, Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
-from hp_fsdp.full_buffer import Arena, ArenaPart, FullBuffer
+from hp_fsdp.full_buffer import FullBuffer
 from hp_fsdp.offload import HOST, Offload
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
 from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.scatter import Scatter
 from hp_fsdp.schedule import Journey
+from hp_fsdp.unit_memory import Memory, UnitMemory
 from hp_platform import Handle, MeshAxis, Origin, all_gather, reduce_scatter
 from hp_platform.buffers import aligned_empty
 from hp_platform.collectives import repeatable_all_gather
-
-Memory = FullBuffer | ArenaPart
-
-
-@frozen(eq=False)
-class UnitMemory:
-    """Memory that a unit's buckets take and give back at the same times, each kind as a whole."""
-
-    gathered: Arena
-    gradients: Arena
-    scratch: Arena
-
-    @classmethod
-    def on(cls, device: torch.device) -> UnitMemory:
-        return cls(Arena(device), Arena(device), Arena(device))
-
-
-@define(eq=False)
-class Scatter:
-    """A reduce-scatter in flight, with the memory that it uses meanwhile."""
-
-    handle: Handle[Tensor]
-    gradients: Memory | None
-    scratch: Memory | None
-    give_back: Callable[[Memory], None]
-
-    def wait(self, pages: PagePool) -> None:
-        """Waits; the full gradients' memory is free then."""
-        self.handle.wait()
-        if self.gradients is not None:
-            self.gradients.release(pages)
-            self.give_back(self.gradients)
-        if self.scratch is not None:
-            self.scratch.release(pages)
 
 
 class Bucket:
@@ -489,104 +456,3 @@ class Bucket:
 
 
 _HOOKED = "_hp_fsdp_hooked"
-
-
-class PackedBucket(Bucket):
-    """One parameter cut along a dim that is not leading: chunked and concatenated on the way."""
-
-    _chunks: Tensor | None = None
-
-    @property
-    def _cut(self) -> Cut:
-        cut = self.parameters[0].cut
-        assert isinstance(cut, Cut)
-        return cut
-
-    @property
-    def _storage_numel(self) -> int:
-        """Stored without padding."""
-        return self._cut.local_numel
-
-    @property
-    def _full_numel(self) -> int:
-        return self._cut.numel
-
-    def _chooses_place(self, cut: AnyCut) -> bool:
-        return False
-
-    def _travelling_part(self) -> Tensor:
-        cut, piece = self._cut, self._on_device(self.storage)
-        if cut.local_shape != cut.padded_shape:
-            padded = aligned_empty(cut.padded_numel, piece.dtype, piece.device).zero_()
-            target = padded.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
-            target.copy_(piece.view(cut.local_shape))
-            piece = padded
-        if piece.dtype == self.compute_dtype:
-            return piece
-        return aligned_empty(piece.numel(), self.compute_dtype, piece.device).copy_(piece)
-
-    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
-        self._chunks = aligned_empty(self.gathered_numel, part.dtype, part.device)
-        return all_gather(part, self._data.shard, output=self._chunks, origin=origin)
-
-    def keep_part(self) -> None:
-        """Nothing: backward gathers from the shards."""
-
-    def finish_gather(self) -> None:
-        assert self._gathering is not None
-        assert self._chunks is not None
-        self._gathering.wait()
-        cut, chunks = self._cut, self._chunks
-        pieces = [
-            piece.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(rank))
-            for rank, piece in enumerate(chunks.split(cut.padded_numel))
-        ]
-        assert self.parameters[0].full is not None
-        torch.cat(pieces, dim=cut.dim, out=self.parameters[0].full.data)
-        self._chunks = None
-        super().finish_gather()
-
-    def _packed(self, gradients: Tensor) -> Tensor:
-        cut = self._cut
-        gradient = gradients.view(cut.shape)
-        flat = aligned_empty(cut.gathered_numel, gradient.dtype, gradient.device)
-        for rank, piece in enumerate(flat.split(cut.padded_numel)):
-            length = cut.length(rank)
-            if length < cut.chunk:
-                piece.zero_()
-            target = piece.view(cut.padded_shape).narrow(cut.dim, 0, length)
-            start = min(rank * cut.chunk, cut.shape[cut.dim])
-            target.copy_(gradient.narrow(cut.dim, start, length))
-        return flat
-
-    def local_gradient(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
-        cut = self._cut
-        return part.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(cut.rank))
-
-
-class WholeBucket(Bucket):
-    """A 0-dimensional parameter: every rank holds it and receives the sum of its gradients."""
-
-    def _packed(self, gradients: Tensor) -> Tensor:
-        flat = aligned_empty(self.gathered_numel, gradients.dtype, gradients.device)
-        return flat.copy_(gradients[:1].expand(self.gathered_numel))
-
-
-def make_buckets(
-    journeys: Sequence[Journey],
-    data: DataMesh,
-    policy: MixedPrecisionPolicy,
-    offload: Offload | None = None,
-) -> list[Bucket]:
-    """One unit's buckets."""
-    memory = UnitMemory.on(data.shard.device)
-    buckets = []
-    for journey in journeys:
-        cut = journey.cuts[0]
-        kind = Bucket
-        if isinstance(cut, Uncut):
-            kind = WholeBucket
-        elif isinstance(cut, Cut) and not cut.is_leading:
-            kind = PackedBucket
-        buckets.append(kind(journey, data, policy, memory, offload))
-    return buckets
