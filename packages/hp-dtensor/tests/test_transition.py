@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from itertools import product
 
@@ -14,8 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from hp_dtensor.adjoint import dual
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
+from hp_dtensor.path import Kind
 from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
 from hp_dtensor.testing import check_redistribute, collect, layouts, meshes, shapes, spread
 from hp_dtensor.transition import Transition
@@ -156,7 +159,7 @@ def test_a_maximum_over_ranks_has_no_adjoint() -> None:
 @st.composite
 def pairs(draw: st.DrawFn, number: int = 2, gradients: bool = True) -> list[Layout]:
     mesh, shape = draw(meshes()), draw(shapes())
-    reductions = draw(st.sampled_from([("sum",), ("avg",), ("max",), ("sum",), ()]))
+    reductions = draw(st.sampled_from([("sum",), ("avg",), ("max",), ("min",), ("sum", "avg"), ()]))
     return [
         draw(layouts(mesh, shape, gradients=gradients, reductions=reductions))
         for _ in range(number)
@@ -182,6 +185,23 @@ def test_redistributions_compose(three: list[Layout]) -> None:
     assert torch.equal(collect(first, back), dense)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_adjoints_compose_in_the_opposite_order(data: st.DataObject) -> None:
+    mesh, shape = data.draw(meshes()), data.draw(shapes())
+    first, middle, last = (
+        data.draw(layouts(mesh, shape, gradients=True, reductions=("sum", "avg"))) for _ in range(3)
+    )
+    gradient = torch.randint(-8, 9, shape).double()
+    incoming = spread(gradient, dual(last))
+    direct = Transition.compile(first, last).adjoint.simulate(incoming)
+    by_way = Transition.compile(first, middle).adjoint.simulate(
+        Transition.compile(middle, last).adjoint.simulate(incoming)
+    )
+    found = [collect(dual(first), locals_) for locals_ in (direct, by_way)]
+    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
+
+
 def test_a_pair_that_shares_one_value_needs_no_detour_on_an_axis_of_one_rank() -> None:
     mesh = {"a": 1, "b": 2}
     transition = Transition.compile(Layout(mesh, (P, S(0)), (4,)), Layout(mesh, (S(0), S(0)), (4,)))
@@ -199,6 +219,36 @@ def test_elements_never_exceed_gathering_everything() -> None:
         assert moved <= Transition.compile(source, whole).elements
 
 
+def exchanged(transition: Transition) -> int:
+    """The most that one rank sends or receives in every step, its own part left out; summed."""
+    total = 0
+    for step in transition.steps:
+        move, most = step.move, 0
+        for coord in move.before.abstract_mesh.coordinates():
+            part, own = step.at(coord), coord[move.axis]
+            if move.kind is Kind.ALL_REDUCE:
+                most = max(most, math.prod(part.view))
+            elif move.kind is Kind.ALL_GATHER:
+                most = max(most, sum(part.receive_sizes) - part.receive_sizes[own])
+            elif move.kind.communicates:
+                sends, receives = part.send_sizes, part.receive_sizes
+                most = max(most, sum(sends) - sends[own])
+                if move.kind is Kind.ALL_TO_ALL:
+                    most = max(most, sum(receives) - receives[own])
+        total += most
+    return total
+
+
+@settings(max_examples=200, deadline=None)
+@given(pairs(gradients=False))
+def test_no_rank_exchanges_more_than_the_bound(pair: list[Layout]) -> None:
+    transition = Transition.compile(*pair)
+    assert exchanged(transition) <= transition.elements, transition
+    whole = [R] * len(pair[0].placements)
+    gathered = Transition.compile(pair[0], pair[0].with_placements(whole))
+    assert transition.elements <= gathered.elements, f"{transition}\n{gathered}"
+
+
 # -- gloo: the second opinion --------------------------------------------------------------------
 
 
@@ -214,7 +264,7 @@ def random_layout(rng: random.Random, mesh: DeviceMesh, shape: tuple[int, ...]) 
                 rng.choice(
                     [
                         Replicate(),
-                        Partial(),
+                        Partial(rng.choice(["sum", "avg"])),
                         Shard(dim),
                         StridedShard(dim, rng.randint(1, 3)),
                         SectionedShard(dim, (first, shape[dim] - first)),

@@ -64,8 +64,11 @@ def pairing(layout: Layout, values: Sequence[Tensor], gradients: Sequence[Tensor
         for axis, (p, g) in enumerate(zip(layout.placements, layout.grad_placements))
         if is_replicate(p) and is_replicate(g)
     ]
-    total = torch.zeros((), dtype=values[0].dtype)
-    for coord, value, gradient in zip(layout.abstract_mesh.coordinates(), values, gradients):
-        if all(coord[axis] == 0 for axis in once):
-            total = total + (value * gradient).sum()
-    return total
+    counted = [
+        number
+        for number, coord in enumerate(layout.abstract_mesh.coordinates())
+        if all(coord[axis] == 0 for axis in once)
+    ]
+    value = torch.cat([values[number].reshape(-1) for number in counted])
+    gradient = torch.cat([gradients[number].reshape(-1) for number in counted])
+    return (value * gradient).sum()

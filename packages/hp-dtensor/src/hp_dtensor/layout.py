@@ -323,8 +323,13 @@ class Layout:
     def _memo(self) -> dict[Any, Any]:
         return {}
 
+    @cached_property
+    def _cutting_axes(self) -> tuple[int, ...]:
+        return tuple(sorted({cut.axis for cuts in self.cuts for cut in cuts}))
+
     def _local_shape(self, coord: Coordinate) -> tuple[int, ...]:
-        key = ("shape", coord)
+        # Coordinates that differ only on axes which cut nothing share the entry.
+        key = ("shape", *[coord[axis] for axis in self._cutting_axes])
         shape = self._memo.get(key)
         if shape is None:
             runs = self._view_runs(self.flat_dims, coord)
@@ -332,7 +337,7 @@ class Layout:
         return shape
 
     def _view_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
-        key = ("runs", flat_dims, coord)
+        key = ("runs", flat_dims, *[coord[axis] for axis in self._cutting_axes])
         runs = self._memo.get(key)
         if runs is None:
             runs = self._memo[key] = self._compute_runs(flat_dims, coord)
@@ -340,7 +345,7 @@ class Layout:
 
     def _compute_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
         start = self.flat_dims if self.flat_dims > 1 else 0
-        per_dim = tuple(self._cut_dim(dim, coord) for dim in range(start, self.ndim))
+        per_dim = tuple([self._cut_dim(dim, coord) for dim in range(start, len(self.shape))])
         if start:
             per_dim = (self._leading_runs(coord), *per_dim)
         joined = 1 + flat_dims - max(self.flat_dims, 1)  # view dims that become one
@@ -352,7 +357,9 @@ class Layout:
     def _cut_dim(self, dim: int, coord: Coordinate) -> Runs:
         # Coordinates that differ only on axes which do not cut this dim share the entry.
         cuts = self.cuts[dim]
-        key = (dim, *(coord[cut.axis] for cut in cuts))
+        if not cuts:
+            return full_run(self.shape[dim])
+        key = (dim, *[coord[cut.axis] for cut in cuts])
         runs = self._memo.get(key)
         if runs is None:
             runs = full_run(self.shape[dim])

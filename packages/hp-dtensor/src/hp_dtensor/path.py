@@ -30,6 +30,7 @@ from hp_dtensor.placements import (
     is_partial,
     is_replicate,
     is_sharding,
+    sharded_dims,
 )
 
 Placements = tuple[Placement, ...]
@@ -55,7 +56,7 @@ class Kind(enum.Enum):
 class Move:
     """One step, before its data movement is worked out.
 
-    `elements` is what a rank sends or receives at most, its own part left out.
+    `elements` is a bound on what a rank sends and on what it receives, its own part left out.
     """
 
     kind: Kind
@@ -192,7 +193,9 @@ class _Search:
             return None
         if self.sizes[axis] == 1 and kind is not Kind.SLICE:
             kind = Kind.SLICE
-        return Move(kind, axis, before, after, _elements(kind, before, after, self.sizes[axis]))
+        return Move(
+            kind, axis, before, after, _elements(kind, before, after, axis, self.sizes[axis])
+        )
 
 
 def _kind(old: Placement, new: Placement, fused: bool) -> Kind | None:
@@ -214,15 +217,46 @@ def _kind(old: Placement, new: Placement, fused: bool) -> Kind | None:
     return Kind.ALL_TO_ALL
 
 
-def _elements(kind: Kind, before: Layout, after: Layout, size: int) -> int:
+def _elements(kind: Kind, before: Layout, after: Layout, axis: int, size: int) -> int:
+    """What no rank exceeds, from the largest and smallest parts alone; exact for even cuts.
+
+    An all-reduce counts as the reduce-scatter and all-gather of even shares that it is made of.
+    """
     if not kind.communicates:
         return 0
-    whole = after.largest_numel if kind is Kind.ALL_GATHER else before.largest_numel
+    old, new = before.largest_numel, after.largest_numel
+    if kind is Kind.ALL_REDUCE:
+        return 2 * (old - old // size)
+    if kind is Kind.ALL_GATHER:
+        return new - _smallest(before, axis)
+    # Only the parts that the ranks along the axis keep are sent.
     if kind is Kind.REDUCE_SCATTER:
-        # Only the parts that the ranks along the axis keep are sent.
-        whole = min(whole, after.largest_numel * size)
-    moved = whole - whole // size
-    return 2 * moved if kind is Kind.ALL_REDUCE else moved
+        return min(old - _smallest(after, axis), new * (size - 1))
+    if is_replicate(after.placements[axis]):  # every part goes to all others
+        return (size - 1) * min(old, new)
+    sent, received = min(old, new * (size - 1)), min(new, old * (size - 1))
+    return max(sent, received) - _kept(before, after, axis, size)
+
+
+def _smallest(layout: Layout, axis: int) -> int:
+    """Elements of the smallest local tensor along an axis. Chunks get no larger with the index."""
+    placement = layout.placements[axis]
+    last = len(layout.abstract_mesh.sizes) * [0]
+    if type(placement) is RaggedShard:
+        last[axis] = placement.local_units.index(min(placement.local_units))
+    else:
+        last[axis] = layout.abstract_mesh.sizes[axis] - 1
+    return layout.local_numel(tuple(last))
+
+
+def _kept(before: Layout, after: Layout, axis: int, size: int) -> int:
+    """What every rank keeps of its part in an all-to-all, if that can be told without looking."""
+    old, new = before.placements[axis], after.placements[axis]
+    if set(sharded_dims(old)) & set(sharded_dims(new)):
+        return 0
+    whole = before.largest_numel
+    even = _smallest(before, axis) == whole == after.largest_numel == _smallest(after, axis)
+    return whole // size if even else 0
 
 
 def _is_innermost(layout: Layout, axis: int) -> bool:

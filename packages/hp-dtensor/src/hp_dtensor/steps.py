@@ -168,10 +168,19 @@ class Step:
         placement = self.move.before.placements[self.move.axis]
         return placement.reduce_op if is_partial(placement) else "sum"
 
+    @cached_property
+    def _involved(self) -> tuple[bool, ...]:
+        """The axes on which ranks differ: that of the move, and those that cut before or after."""
+        every = (*self.move.before.cuts, *self.move.after.cuts)
+        axes = {cut.axis for cuts in every for cut in cuts}
+        return tuple(i == self.move.axis or i in axes for i in range(self.move.before.mesh.ndim))
+
     def at(self, coord: Coordinate) -> RankStep:
-        part = self._at.get(coord)
+        # Ranks that differ only on other axes have the same part.
+        first = tuple([i if involved else 0 for i, involved in zip(coord, self._involved)])
+        part = self._at.get(first)
         if part is None:
-            part = self._at[coord] = _rank_step(self.move, coord, self._known)
+            part = self._at[first] = _rank_step(self.move, first, self._known)
         return part
 
     def __str__(self) -> str:

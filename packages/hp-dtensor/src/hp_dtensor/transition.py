@@ -99,7 +99,11 @@ class Transition:
 
     @property
     def elements(self) -> int:
-        """Elements that a rank sends or receives at most, its own part left out."""
+        """A bound on what any rank sends and on what any receives, its own parts left out.
+
+        By this the cheapest path is chosen. It is reached where dims are cut evenly, and it is
+        never above that of gathering the whole value on every rank.
+        """
         return sum(step.move.elements for step in self.steps)
 
     @property

@@ -200,13 +200,32 @@ def spread(dense: Tensor, layout: Layout, *, seed: int = 0) -> list[Tensor]:
             for coord, whole in parts.items()
             for i, part in enumerate(_parts(whole, size, placement.reduce_op, generator))
         }
-    return [
-        parts[tuple(coord[axis] for axis in partial)]
-        .reshape(-1)
-        .index_select(0, layout.owned_indices(coord))
-        .reshape(layout.local_shape(coord))
-        for coord in layout.abstract_mesh.coordinates()
-    ]
+    everything = torch.stack(list(parts.values())).reshape(-1)
+    everything = everything.index_select(0, _held(layout, partial))
+    shapes_ = [layout.local_shape(coord) for coord in layout.abstract_mesh.coordinates()]
+    locals_ = everything.split([math.prod(shape) for shape in shapes_])
+    return [local.clone().view(shape) for local, shape in zip(locals_, shapes_)]
+
+
+def _held(layout: Layout, partial: Sequence[int]) -> Tensor:
+    """What all ranks hold, in rank order: 1-D int64 positions in the parts of a pending reduction.
+
+    One after the other these are numbered by their coordinates on the `partial` axes. Ranks that
+    hold the same share the work.
+    """
+    sizes = layout.abstract_mesh.sizes
+    known: dict[object, Tensor] = {}
+    every = []
+    for coord in layout.abstract_mesh.coordinates():
+        runs = layout.view_runs(0, coord)
+        own = known.get(runs)
+        if own is None:
+            own = known[runs] = layout.owned_indices(coord)
+        number = 0
+        for axis in partial:
+            number = number * sizes[axis] + coord[axis]
+        every.append(own + number * layout.numel if number else own)
+    return torch.cat(every)
 
 
 def _parts(whole: Tensor, size: int, reduction: str, generator: torch.Generator) -> list[Tensor]:
@@ -227,47 +246,48 @@ def collect(layout: Layout, locals_: Sequence[Tensor]) -> Tensor:
     Raises:
         AssertionError: a local shape is wrong, replicas differ, or an element is missing.
     """
-    partial = layout.partial_axes()
-    parts: dict[Coordinate, Tensor] = {}
-    filled: dict[Coordinate, Tensor] = {}
-    for coord, local in zip(layout.abstract_mesh.coordinates(), locals_):
+    mesh, partial = layout.abstract_mesh, layout.partial_axes()
+    for coord, local in zip(mesh.coordinates(), locals_):
         assert tuple(local.shape) == layout.local_shape(coord), (
             f"{layout} at {coord}: local shape {tuple(local.shape)}, "
             f"expected {layout.local_shape(coord)}"
         )
-        key = tuple(coord[axis] for axis in partial)
-        part = parts.setdefault(key, local.new_zeros(layout.numel))
-        known = filled.setdefault(key, torch.zeros(layout.numel, dtype=torch.bool))
-        own, values = layout.owned_indices(coord), local.reshape(-1)
-        before = part[own]
-        assert bool(((before == values) | ~known[own]).all()), (
-            f"{layout} at {coord}: replicas differ"
-        )
-        part[own] = values
-        known[own] = True
-    assert all(bool(known.all()) for known in filled.values()), f"{layout}: elements are missing"
-    return _reduced(layout, parts).reshape(layout.shape)
+    sizes = [mesh.sizes[axis] for axis in partial]
+    held, values = _held(layout, partial), torch.cat([local.reshape(-1) for local in locals_])
+    parts = values.new_zeros(math.prod(sizes) * layout.numel)
+    parts[held] = values
+    # Of several ranks that hold an element one has written it: all must read what they hold.
+    agrees = parts[held] == values
+    assert bool(agrees.all()), f"{layout} at {_first(layout, ~agrees)}: replicas differ"
+    known = torch.zeros(parts.shape, dtype=torch.bool)
+    known[held] = True
+    assert bool(known.all()), f"{layout}: elements are missing"
+    return _reduced(layout, parts.reshape(*sizes, layout.numel)).reshape(layout.shape)
 
 
-def _reduced(layout: Layout, parts: dict[Coordinate, Tensor]) -> Tensor:
+def _first(layout: Layout, elements: Tensor) -> Coordinate:
+    """The coordinate of the rank that holds the first marked one of all ranks' elements."""
+    position = int(elements.nonzero()[0])
+    for coord in layout.abstract_mesh.coordinates():
+        position -= layout.local_numel(coord)
+        if position < 0:
+            return coord
+    raise AssertionError(f"{layout} has fewer elements than marks")
+
+
+def _reduced(layout: Layout, parts: Tensor) -> Tensor:
+    """The leading dims, one per partial axis in order, reduced from the last to the first."""
     for axis in reversed(layout.partial_axes()):
         placement = layout.placements[axis]
         assert is_partial(placement)
-        groups: dict[Coordinate, list[Tensor]] = {}
-        for coord, part in parts.items():
-            groups.setdefault(coord[:-1], []).append(part)
-        parts = {key: _reduce(torch.stack(g), placement.reduce_op) for key, g in groups.items()}
-    return parts[()]
-
-
-def _reduce(stacked: Tensor, reduction: str) -> Tensor:
-    if reduction == "avg":
-        return stacked.sum(0) / stacked.shape[0]
-    return (
-        stacked.amax(0)
-        if reduction == "max"
-        else (stacked.amin(0) if reduction == "min" else stacked.sum(0))
-    )
+        dim = parts.ndim - 2
+        if placement.reduce_op == "avg":
+            parts = parts.sum(dim) / parts.shape[dim]
+        elif placement.reduce_op == "sum":
+            parts = parts.sum(dim)
+        else:
+            parts = parts.amax(dim) if placement.reduce_op == "max" else parts.amin(dim)
+    return parts
 
 
 def check_redistribute(source: Layout, target: Layout, *, seed: int = 0) -> Transition:
