@@ -327,16 +327,16 @@ def test_is_last_backward_false_leaves_the_slow_tier_in_flight():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("two_tier", [False, True])
-def test_gradients_are_summed_and_divided_once(two_tier):
+def test_gradients_are_summed_and_divided_once():
     def body(rank):
-        model = fully_shard(nn.Linear(1, 4, bias=False), mesh=hsdp() if two_tier else flat(4))
-        model(torch.full((1, 1), rank + 1.0)).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((4, 1), 2.5))
-        model.zero_grad()
-        model.set_gradient_divide_factor(8)
-        model(torch.full((1, 1), rank + 1.0)).sum().backward()
-        assert torch.equal(whole(model.weight.grad), torch.full((4, 1), 1.25))
+        for mesh in (flat(4), hsdp()):
+            model = fully_shard(nn.Linear(1, 4, bias=False), mesh=mesh)
+            model(torch.full((1, 1), rank + 1.0)).sum().backward()
+            assert torch.equal(whole(model.weight.grad), torch.full((4, 1), 2.5))
+            model.zero_grad()
+            model.set_gradient_divide_factor(8)
+            model(torch.full((1, 1), rank + 1.0)).sum().backward()
+            assert torch.equal(whole(model.weight.grad), torch.full((4, 1), 1.25))
 
     run_ranks(body, 4)
 

@@ -54,56 +54,77 @@ def step(model, optimizer, seed):
     model.steps.add_(1)
 
 
-def save(kind, shape, path):
-    def body(rank):
-        model, optimizer = sharded(kind, shape)
-        step(model, optimizer, 0), step(model, optimizer, 1)
-        found = states.get_state_dict(model, optimizer)
-        dcp.save({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
+# What is saved, and where and how each of them is loaded: world sizes, meshes and policies change.
+EXCHANGES = {
+    ("per_parameter", (3,)): [
+        ("shared_buffer", (1,)),
+        ("shared_buffer", (2, 2)),
+        ("fsdp2", (2,)),
+    ],
+    ("shared_buffer", (2, 2)): [("per_parameter", (2,)), ("fsdp2", (4,))],
+    ("fsdp2", (3,)): [("per_parameter", (2, 2)), ("shared_buffer", (2,))],
+}
 
-    run_ranks(body, torch.Size(shape).numel())
+
+def path_of(saved, directory):
+    kind, shape = saved
+    return directory / f"{kind}-{'x'.join(map(str, shape))}"
+
+
+def save(kind, shape, path):
+    model, optimizer = sharded(kind, shape)
+    step(model, optimizer, 0), step(model, optimizer, 1)
+    found = states.get_state_dict(model, optimizer)
+    dcp.save({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
 
 
 def resumed(kind, shape, path):
     """Parameters after loading into other values and one more step."""
+    model, optimizer = sharded(kind, shape, seed=7)
+    model_state, optimizer_state = states.get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    states.set_state_dict(
+        model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
+    )
+    assert model.embed.weight is model.head.weight
+    assert model.steps.tolist() == [2, 2, 2]
+    step(model, optimizer, 2)
+    if kind != "fsdp2":
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+        return full_parameters(model)
+    return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
-    def body(rank):
-        model, optimizer = sharded(kind, shape, seed=7)
-        model_state, optimizer_state = states.get_state_dict(model, optimizer)
-        dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
-        states.set_state_dict(
-            model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state
-        )
-        assert model.embed.weight is model.head.weight
-        assert model.steps.tolist() == [2, 2, 2]
-        step(model, optimizer, 2)
-        if kind != "fsdp2":
-            assert all(isinstance(p, DTensor) for p in model.parameters())
-            return full_parameters(model)
-        return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
-    return run_ranks(body, torch.Size(shape).numel())[0]
+def of_world(pairs, world):
+    return [pair for pair in pairs if torch.Size(pair[-1][1]).numel() == world]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("saved", "loads"),
-    [
-        (
-            ("per_parameter", (3,)),
-            [("shared_buffer", (1,)), ("shared_buffer", (2, 2)), ("fsdp2", (2,))],
-        ),
-        (("shared_buffer", (2, 2)), [("per_parameter", (2,)), ("fsdp2", (4,))]),
-        (("fsdp2", (3,)), [("per_parameter", (2, 2)), ("shared_buffer", (2,))]),
-    ],
-)
-def test_training_continues_as_if_it_had_not_been_interrupted(saved, loads, tmp_path):
+def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path):
     dense = Tied()
     reference = torch.optim.AdamW(dense.parameters(), lr=0.01)
     for seed in range(3):
         step(dense, reference, seed)
-    save(*saved, tmp_path)
-    for kind, shape in loads:
-        found = resumed(kind, shape, tmp_path)
-        for name, value in dense.named_parameters():
-            torch.testing.assert_close(found[name], value.detach(), rtol=1e-5, atol=1e-6)
+    loads = [(saved, load) for saved, found in EXCHANGES.items() for load in found]
+
+    def save_all(rank, world):
+        for (saved,) in of_world([(saved,) for saved in EXCHANGES], world):
+            save(*saved, path_of(saved, tmp_path))
+
+    def load_all(rank, world):
+        for saved, load in of_world(loads, world):
+            found = resumed(*load, path_of(saved, tmp_path))
+            for name, value in dense.named_parameters():
+                torch.testing.assert_close(
+                    found[name],
+                    value.detach(),
+                    rtol=1e-5,
+                    atol=1e-6,
+                    msg=lambda text, case=(saved, load): f"{case}: {text}",
+                )
+
+    # One group for everything that is saved, or loaded, by as many ranks.
+    for world in (3, 4):
+        run_ranks(lambda rank, world=world: save_all(rank, world), world)
+    for world in (1, 2, 4):
+        run_ranks(lambda rank, world=world: load_all(rank, world), world)
