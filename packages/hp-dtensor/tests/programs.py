@@ -153,7 +153,24 @@ ONE: Mapping[str, tuple[int, Callable[[Any, int, int], Any]]] = {
     "view_write": (1, _written_through_a_view),
     "in_place": (0, _in_place),
 }
+
+
+def _copied(x: Any, y: Any) -> Any:
+    target = x * 1
+    target.copy_(y.expand_as(x))
+    return target + x
+
+
+def _copied_in_part(x: Any, y: Any) -> Any:
+    target = x * 1
+    if x.ndim and x.shape == y.shape:
+        target[1:] = y[: max(x.shape[0] - 1, 0)]
+    return target
+
+
 TWO: Mapping[str, Callable[[Any, Any], Any]] = {
+    "copy": _copied,
+    "copy_part": _copied_in_part,
     "add": lambda x, y: x + y,
     "mul": lambda x, y: x * y,
     "maximum": lambda x, y: torch.maximum(x, y),
@@ -228,11 +245,10 @@ def _relaid(x: Any, seed: int) -> Any:
     if not isinstance(x, DTensor):
         return x
     draw = random.Random(seed)
-    chosen = [
-        draw.choice(drawn_choices(x.shape, size, True, draw))[0] for size in x.device_mesh.shape
-    ]
+    chosen = [draw.choice(drawn_choices(x.shape, size, True, draw)) for size in x.device_mesh.shape]
+    values, gradients = zip(*chosen)
     try:
-        return x.redistribute(placements=chosen)
+        return x.redistribute(placements=values, grad_placements=gradients)
     except ValueError:  # two ragged cuts, or a ragged cut of what another axis has cut
         return x
 

@@ -8,9 +8,11 @@ import pytest
 from hypothesis import HealthCheck, event, given, note, settings
 from hypothesis import strategies as st
 from programs import OPERATORS, Program, Step, of_numbers
+from torch import Tensor
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.testing.dense_comparison import DenseCall
 from hp_dtensor.testing.simulated_check import compare_simulated, drawn_column
 
@@ -56,6 +58,23 @@ def check_program(
     assert refused is None, refused
     for name in run.ran:
         event(name)
+
+
+def copied(x: Tensor, y: Tensor) -> Tensor:
+    target = x * 1
+    target.copy_(y)
+    return target
+
+
+@pytest.mark.parametrize("source", [(Replicate(), Replicate()), (Partial(), Replicate())])
+def test_what_is_copied_in_place_gets_the_gradient_of_its_target(
+    source: tuple[Placement, Placement],
+) -> None:
+    mesh, shape = AbstractMesh.of({"tp": 2}), (4, 6)
+    target = Layout(mesh, [Replicate()], shape, [Partial()])
+    given = Layout(mesh, [source[0]], shape, [source[1]])
+    call = DenseCall.of(copied, [of_numbers(shape, 0), of_numbers(shape, 1)])
+    assert compare_simulated(call, {"tp": 2}, [[target, given]]) == [None]
 
 
 @settings(max_examples=30, deadline=None, derandomize=True, print_blob=True)

@@ -173,10 +173,10 @@ def _ragged_or(call: Call, rule: Callable[[Call], Recipe]) -> Recipe:
 
 
 def _copy(call: Call) -> Recipe:
-    """The source is laid out like the target."""
+    """The source is laid out like the target, and its gradient is the target's."""
     target, source = call.operands[0].layout, call.operands[1].layout
     if source.shape == target.shape:
-        return Recipe((target, target.with_placements(target.placements)), target)
+        return Recipe((target, target), target)
     return pointwise(call, linear=False)
 
 
