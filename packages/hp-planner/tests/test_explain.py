@@ -92,3 +92,11 @@ def test_a_plan_without_boundaries_is_explained_too():
     text = explain(plan(model("gpt2"), {"dp_shard": 2}))
     assert "one tensor-parallel rank: replicated" in text
     assert "boundary collectives" not in text
+
+
+def test_a_fused_weight_of_unknown_order_is_said_to_be_gathered():
+    text = explain(plan(model("codegen"), {"tp": 2}))
+    assert "cut row by row and gathered" in text
+    assert "the order of q, k and v in qkv_proj cannot be known" in text
+    assert "refinements.yaml" in text
+    assert "cut row by row and gathered" not in explain(plan(model("phi3"), {"tp": 2}))
