@@ -133,6 +133,13 @@ def test_what_cannot_be_planned_ends_with_status_1(capsys, arguments, text):
     assert text in err
 
 
+def test_a_class_of_several_model_types_is_suggested_once(capsys):
+    status, _, err = run(capsys, "Qwen3MoeForCausalML", "--mesh", "tp=2")
+    names = err.strip().partition("nearest: ")[2].split(", ")
+    assert (status, names[0]) == (2, "Qwen3MoeForCausalLM")
+    assert len(names) == len(set(names)) == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -151,6 +158,8 @@ def test_what_cannot_be_planned_ends_with_status_1(capsys, arguments, text):
         (["qwen3", "--mesh", "tp=2", "--set", *SMALL, "--seq-len", "7"], "cannot be cut"),
         (["qwen3", "--mesh", "tp"], "name=size"),
         (["qwen3", "--mesh", "tp=2,tp=2"], "given twice"),
+        (["qwen3", "--mesh", "tp=0"], "a size of at least 1"),
+        (["qwen3", "--mesh", "tpp=2"], "unknown axis 'tpp', known are dp_replicate, dp_shard, tp"),
         (["qwen3", "--mesh", "tp=2", "--set", "hidden_sise=64"], "no hidden_sise"),
         (["qwen3", "--mesh", "tp=2", "--set", "hidden_size"], "NAME=VALUE"),
         (["t5", "--mesh", "tp=2"], "no causal language model"),

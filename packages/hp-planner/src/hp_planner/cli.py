@@ -38,6 +38,7 @@ from hp_planner.explain import (
 )
 from hp_planner.model_source import UsageError, build_model, parse_mesh, read_settings
 from hp_planner.page import html_page
+from hp_planner.settings import DATA_AXES, MODEL_AXES
 
 PLANNED, NOT_PLANNED, MISUSED, DIFFERENT, INVALID = range(5)
 STATUSES = (
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    mesh = parse_mesh(options.mesh)
+    mesh = parse_mesh(options.mesh, known=(*DATA_AXES, *MODEL_AXES))
     against = None if options.against is None else _read_plan(options.against)
     model = build_model(options.model, read_settings(options.set))
     try:

@@ -43,8 +43,8 @@ def parse_mesh(text: str, known: Sequence[str] = ()) -> dict[str, int]:
             raise UsageError(f"--mesh {text}: unknown axis {name!r}, known are {', '.join(known)}")
         if not (name and separator and size.isdecimal() and int(size) > 0):
             raise UsageError(
-                f"--mesh {text}: axis {name or entry!r} needs a size; expected name=size entries "
-                "such as tp=2"
+                f"--mesh {text}: axis {name or entry!r} needs a size of at least 1; expected "
+                "name=size entries such as tp=2"
             )
         if name in mesh:
             raise UsageError(f"--mesh {text}: axis {name} is given twice")
@@ -171,7 +171,8 @@ def model_type(name: str) -> str:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     classes = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    near = get_close_matches(name, [*classes, *classes.values()], n=3)
+    # Several model types can share one class, which is to be told once.
+    near = get_close_matches(name, sorted({*classes, *classes.values()}), n=3)
     hint = f"; nearest: {', '.join(near)}" if near else ""
     raise UsageError(
         f"{name!r} is neither a config file nor a model type or class of transformers "

@@ -38,7 +38,7 @@ class Settings:
         if unknown:
             raise PlanError(
                 f"mesh ({self.mesh}): unknown axes {', '.join(unknown)}; the planner knows "
-                f"{', '.join(known)}. Name the axes of the mesh so"
+                f"{', '.join(known)}. Rename the mesh's axes to these"
             )
 
     @property
