@@ -1,6 +1,7 @@
 """The sharded model computes what the dense one does, whatever it is made of."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -112,20 +113,18 @@ def test_gradients_and_three_optimizer_steps_equal_the_dense_model(world):
     cases = [("sgd", True, None), ("adamw", False, None), ("sgd", False, False)]
 
     def body(rank):
-        for mesh in meshes(world):
-            for name, tied, reshard in cases:
-                assert_trains_like_dense(
-                    seeded(lambda tied=tied: Net(depth=2, tied=tied)),
-                    lambda m, mesh=mesh, r=reshard: shard_blocks(
-                        m, mesh=mesh, reshard_after_forward=r
-                    ),
-                    token_batches(3, world),
-                    rank,
-                    token_loss,
-                    OPTIMIZERS[name],
-                    rtol=1e-4 if name == "adamw" else 1e-5,
-                    atol=1e-5,
-                )
+        mesh = meshes(world)[-1]
+        for name, tied, reshard in cases:
+            assert_trains_like_dense(
+                seeded(lambda tied=tied: Net(depth=2, tied=tied)),
+                lambda m, r=reshard: shard_blocks(m, mesh=mesh, reshard_after_forward=r),
+                token_batches(3, world),
+                rank,
+                token_loss,
+                OPTIMIZERS[name],
+                rtol=1e-4 if name == "adamw" else 1e-5,
+                atol=1e-5,
+            )
 
     run_ranks(body, world, timeout=120)
 
@@ -389,13 +388,20 @@ CASES = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_equal_the_dense_ones_however_parameters_are_used(world):
+@pytest.mark.parametrize(
+    ("world", "wrappings"),
+    [
+        (2, (one_unit, each_child)),
+        (4, (each_child,)),
+        pytest.param(4, (one_unit,), marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_equal_the_dense_ones_however_parameters_are_used(world, wrappings):
     def body(rank):
         mesh = meshes(world)[-1]
         for name, (make, runs) in CASES.items():
             for run in runs:
-                for shard in (one_unit, each_child):
+                for shard in wrappings:
                     try:
                         check_backward(make, lambda m, s=shard: s(m, mesh), run, world, rank)
                     except BaseException as error:
@@ -802,11 +808,8 @@ def test_a_method_of_fsdp2_that_is_not_available_says_so(method):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("recurse", [True, False])
-@pytest.mark.parametrize("when", ["forward", "backward"])
-def test_resharding_after_forward_and_backward_can_be_set(when, recurse):
-    def body(rank):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+def test_resharding_after_forward_and_backward_can_be_set():
+    def check(when, recurse, mesh):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -825,9 +828,14 @@ def test_resharding_after_forward_and_backward_can_be_set(when, recurse):
 
         assert found() == [False, False]
         getattr(model, f"set_reshard_after_{when}")(False, recurse=recurse)
-        assert found() == [recurse, True]
+        assert found() == [recurse, True], (when, recurse)
         model.reshard(), model[0].reshard()
         getattr(model, f"set_reshard_after_{when}")(True)
         assert found() == [False, False]
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        for when, recurse in itertools.product(("forward", "backward"), (True, False)):
+            check(when, recurse, mesh)
 
     run_ranks(body, 2)

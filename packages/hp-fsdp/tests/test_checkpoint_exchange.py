@@ -95,8 +95,12 @@ def resumed(kind, shape, path):
     return {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
-def of_world(pairs, world):
-    return [pair for pair in pairs if torch.Size(pair[-1][1]).numel() == world]
+def by_world(pairs):
+    """Pairs whose last one is for as many ranks, by that number."""
+    found = {}
+    for pair in pairs:
+        found.setdefault(torch.Size(pair[-1][1]).numel(), []).append(pair)
+    return found.items()
 
 
 @pytest.mark.ranks
@@ -107,12 +111,12 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path):
         step(dense, reference, seed)
     loads = [(saved, load) for saved, found in EXCHANGES.items() for load in found]
 
-    def save_all(rank, world):
-        for (saved,) in of_world([(saved,) for saved in EXCHANGES], world):
+    def save_all(saves):
+        for (saved,) in saves:
             save(*saved, path_of(saved, tmp_path))
 
-    def load_all(rank, world):
-        for saved, load in of_world(loads, world):
+    def load_all(loads):
+        for saved, load in loads:
             found = resumed(*load, path_of(saved, tmp_path))
             for name, value in dense.named_parameters():
                 torch.testing.assert_close(
@@ -123,8 +127,7 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path):
                     msg=lambda text, case=(saved, load): f"{case}: {text}",
                 )
 
-    # One group for everything that is saved, or loaded, by as many ranks.
-    for world in (3, 4):
-        run_ranks(lambda rank, world=world: save_all(rank, world), world)
-    for world in (1, 2, 4):
-        run_ranks(lambda rank, world=world: load_all(rank, world), world)
+    for world, saves in by_world([(saved,) for saved in EXCHANGES]):
+        run_ranks(lambda rank, saves=saves: save_all(saves), world)
+    for world, found in by_world(loads):
+        run_ranks(lambda rank, found=found: load_all(found), world)
