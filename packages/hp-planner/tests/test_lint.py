@@ -140,6 +140,14 @@ def test_dropout_is_refused_while_it_is_drawn():
     plan(made.eval(), MESH)
 
 
+def test_all_dropouts_are_one_violation_with_what_to_type():
+    drawn = {"attn_pdrop": 0.1, "embd_pdrop": 0.1, "resid_pdrop": 0.2, "summary_first_dropout": 0.0}
+    text = str(refusal(model("gpt2", **drawn)))
+    assert text.count("[random]") == 1
+    assert "config.attn_pdrop = 0.1, config.embd_pdrop = 0.1, config.resid_pdrop = 0.2" in text
+    assert "--set attn_pdrop=0 embd_pdrop=0 resid_pdrop=0" in text
+
+
 def test_noise_on_the_tokens_is_refused():
     assert "router_jitter_noise" in str(refusal(model("mixtral", router_jitter_noise=0.1)))
 

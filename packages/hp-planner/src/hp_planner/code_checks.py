@@ -39,6 +39,12 @@ def _router_loss(facts: Facts) -> Iterator[Violation]:
         )
 
 
+def _drops(name: str, value: object) -> bool:
+    """Whether a config value is the rate of a dropout that a language model draws."""
+    rate = re.search(r"dropout|pdrop|drop_rate", name) and "classifi" not in name
+    return bool(rate) and isinstance(value, float) and value > 0
+
+
 def _randomness(facts: Facts) -> Iterator[Violation]:
     """Random numbers that must agree between ranks: on summands, or on what all ranks hold.
 
@@ -47,16 +53,17 @@ def _randomness(facts: Facts) -> Iterator[Violation]:
     """
     blocks = (BoundaryKind.ATTENTION, BoundaryKind.MLP, BoundaryKind.MOE, BoundaryKind.MIXER)
     draws = any(facts.sharded(*blocks)) and any(node.training for node in facts.graph.modules)
-    for name, value in facts.graph.config if draws else ():
-        drops = re.search(r"dropout|pdrop|drop_rate", name) and "classifi" not in name
-        if drops and isinstance(value, float) and value > 0:
-            yield Violation(
-                "random",
-                "",
-                "no dropout, whose mask all ranks would have to share",
-                f"config.{name} = {value}",
-                f"set config.{name} = 0.0",
-            )
+    drawn = [entry for entry in facts.graph.config if _drops(*entry)] if draws else []
+    if drawn:
+        names = ", ".join(f"config.{name} = {value}" for name, value in drawn)
+        zeros = " ".join(f"{name}=0" for name, _ in drawn)
+        yield Violation(
+            "random",
+            "",
+            "no dropout, whose mask all ranks would have to share",
+            names,
+            f"set what is named to 0 (hp-plan: --set {zeros})",
+        )
     for boundary in facts.sharded(BoundaryKind.MOE):
         noise = _noise(facts, boundary)
         if noise:
