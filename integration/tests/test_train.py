@@ -40,8 +40,8 @@ def test_a_run_with_its_checks_ends_with_the_losses_of_one_process(
 def test_training_does_not_start_when_the_gradients_differ(
     train: Train, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(model, batch):
-        loss = next_token_loss(model, batch)
+    def wrong(model, batch, vocabulary=None):
+        loss = next_token_loss(model, batch, vocabulary)
         in_production = getattr(model, "_hp_parallelized", "") == "production"
         return loss * 1.01 if in_production else loss
 
