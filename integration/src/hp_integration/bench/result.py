@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from attrs import asdict, field, frozen
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -76,11 +77,13 @@ class BenchResult:
         """Rows and targets as tables; a target that does not hold is shown as such."""
         found = machine()
         table = Table(
-            title=f"{self.bench}: {found['cpu']}, {found['cores']} cores, torch {found['torch']}"
+            title=f"{self.bench}: {found['cpu']}, {found['cores']} cores, torch {found['torch']}",
+            box=box.SIMPLE_HEAD,
         )
         for column in ("case", "ours", "peer", "theirs", "unit", "ratio"):
             words = column in ("case", "peer")
-            table.add_column(column, justify="left" if words else "right", no_wrap=True)
+            # Numbers are never cut; a narrow terminal breaks the words instead.
+            table.add_column(column, justify="left" if words else "right", no_wrap=not words)
         for row in self.rows:
             numbers = (f"{row.ours:.4g}", row.peer, f"{row.theirs:.4g}", row.unit)
             table.add_row(row.case, *numbers, f"{row.ratio:.3f}")
