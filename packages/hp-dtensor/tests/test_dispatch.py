@@ -15,9 +15,10 @@ from dtensor_checks import integers, leaf, mesh_of, spread
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-import hp_dtensor.dispatch
-from hp_dtensor.dispatch import implicit
+import hp_dtensor.implicit
+import hp_dtensor.operator_plan
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.implicit import implicit
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial, Replicate, Shard
@@ -204,9 +205,9 @@ def test_the_cache_tells_apart_everything_that_changes_the_answer() -> None:
             (lambda: whole(mesh, (4,)) + 0, lambda: whole(mesh, (6,)) + 0),
         ]
         for first, second in pairs:
-            hp_dtensor.dispatch.plans_of([a]).plans.clear()
+            hp_dtensor.operator_plan.plans_of([a]).plans.clear()
             expected = second()
-            hp_dtensor.dispatch.plans_of([a]).plans.clear()
+            hp_dtensor.operator_plan.plans_of([a]).plans.clear()
             first()
             found = second()
             assert (found.layout, found.dtype) == (expected.layout, expected.dtype)
@@ -217,7 +218,7 @@ def test_the_cache_tells_apart_everything_that_changes_the_answer() -> None:
 
 def test_the_cache_forgets_instead_of_growing() -> None:
     def body() -> None:
-        cache = hp_dtensor.dispatch.PlanCache(limit=3)
+        cache = hp_dtensor.operator_plan.PlanCache(limit=3)
         for key in range(10):
             cache.put(key, None)  # type: ignore[arg-type]
         assert len(cache.plans) <= 3
@@ -262,7 +263,7 @@ def test_the_wrapper_s_own_flag_is_read_past_its_property() -> None:
     plain = torch.ones(2)
     for required in (False, True):
         made = Tensor._make_subclass(Liar, plain, required)
-        assert hp_dtensor.dispatch.any_requires_grad(made) is required
+        assert hp_dtensor.implicit.any_requires_grad(made) is required
 
 
 def test_implicit_communication_can_be_refused() -> None:

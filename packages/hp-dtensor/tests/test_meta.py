@@ -187,8 +187,8 @@ def test_what_is_taken_on_one_rank_is_not_taken_outside_the_model() -> None:
     """The plan of an operator is kept with the policy that allowed it."""
     from torch.distributed.tensor import Replicate
 
-    from hp_dtensor.dispatch import implicit
     from hp_dtensor.dtensor import DTensor
+    from hp_dtensor.implicit import implicit
     from hp_dtensor.layout import Layout
 
     value = DTensor.of_layout(torch.ones(3), Layout({"tp": 1}, (Replicate(),), (3,)))

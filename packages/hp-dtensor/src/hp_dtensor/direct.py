@@ -29,6 +29,12 @@ _OF_WRAPPER = words(
 _OF_LOCAL = ["is_pinned", "data_ptr", "untyped_storage", "storage_offset", "is_shared"]
 
 
+def _own_names(wrapper: type) -> Mapping[str, Any]:
+    """What the class and its bases define, PyTorch's own left out."""
+    own = wrapper.__mro__[: wrapper.__mro__.index(torch.Tensor)]
+    return {name: value for each in reversed(own) for name, value in vars(each).items()}
+
+
 def _on_wrapper(function: Callable[..., Any]) -> Handler:
     def handler(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -50,7 +56,7 @@ def _getter(descriptor: Any) -> Handler:
     def handler(self: Any, *_: Any) -> Any:
         from hp_dtensor.dtensor import DTensor
 
-        if name in vars(DTensor):
+        if name in _own_names(DTensor):
             return getattr(self, name)
         if name in _OF_WRAPPER:
             with torch._C.DisableTorchFunctionSubclass():
@@ -69,7 +75,7 @@ def _setter(descriptor: Any) -> Handler:
     def handler(self: Any, value: Any) -> None:
         from hp_dtensor.dtensor import DTensor
 
-        if name not in vars(DTensor):
+        if name not in _own_names(DTensor):
             raise OperatorError(
                 f"{name}: this property of a DTensor cannot be set. Remedy: set it on to_local()."
             )
@@ -144,7 +150,7 @@ def _handlers() -> Mapping[Any, Handler]:
     from hp_dtensor.dtensor import DTensor
 
     table: dict[Any, Handler] = {}
-    for name, own in vars(DTensor).items():
+    for name, own in _own_names(DTensor).items():
         theirs = getattr(torch.Tensor, name, None)
         if callable(own) and theirs is not None and not name.startswith("__torch"):
             table.setdefault(theirs, own)

@@ -9,22 +9,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
-from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor import extreme
+from hp_dtensor.implicit import allowed, any_requires_grad
 from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.operands import operands_of
+from hp_dtensor.operator_plan import Plan, Step, plans_of
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
-from hp_dtensor.rules.own_part import own_shape
 from hp_dtensor.rules.recipe import (
     Call,
     Everywhere,
@@ -40,117 +37,6 @@ from hp_platform.collectives import Origin
 
 if TYPE_CHECKING:
     from hp_dtensor.dtensor import DTensor
-
-# The wrapper's own flag, past __torch_function__; PyTorch has no public name for it that is as
-# fast. `test_dispatch` fails if its meaning changes.
-any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
-
-
-@frozen
-class Implicit:
-    """What an operator may do by itself to operands whose layouts do not fit.
-
-    Attributes:
-        reductions: reduce a pending sum before an operator that is not linear in it, and turn a
-            replicated summand into a pending sum beside one. Changes values on the wire.
-        adjoints: sum a gradient backward where a replicated operand meets sharded ones without
-            having declared that its gradient is `Partial`.
-        plain: take a plain tensor for a replicated one. On a mesh of one rank it is.
-    """
-
-    reductions: bool = True
-    adjoints: bool = True
-    plain: bool = False
-
-
-_PERMISSIVE = Implicit()
-_implicit: ContextVar[Implicit] = ContextVar("hp_dtensor_implicit", default=_PERMISSIVE)
-
-
-@contextmanager
-def implicit(*, reductions: bool, adjoints: bool, plain: bool = False) -> Iterator[None]:
-    """Within the context, refuse what is switched off instead of inserting it.
-
-    Example:
-        `with implicit(reductions=False, adjoints=True): ...` makes a missing all-reduce an error.
-    """
-    token = _implicit.set(Implicit(reductions, adjoints, plain))
-    try:
-        yield
-    finally:
-        _implicit.reset(token)
-
-
-@frozen
-class Step:
-    """A transition of one operand; `adjoint_only` leaves values as they are."""
-
-    transition: Transition
-    adjoint_only: bool
-    origin: Origin
-
-
-@frozen(slots=False)
-class Plan:
-    """A recipe with its transitions compiled: what one key resolves to.
-
-    `nested` says that some tensors are inside lists, dicts or keyword arguments.
-    """
-
-    rule: Rule
-    recipe: Recipe
-    steps: tuple[Step | None, ...] | None
-    call: Call
-    nested: bool = False
-
-    @cached_property
-    def local_shape(self) -> torch.Size | None:
-        """What this rank's part of a single result must have; None for other results."""
-        outputs = self.recipe.outputs
-        return torch.Size(own_shape(outputs)) if type(outputs) is Layout else None
-
-
-class PlanCache:
-    """Bounded memory of a pure function: key to plan. Forgets everything when full.
-
-    A copied or pickled one is empty, as its mesh's process groups are made anew.
-    """
-
-    def __init__(self, limit: int = 16384) -> None:
-        self.limit = limit
-        self.plans: dict[Any, Plan] = {}
-
-    def put(self, key: Any, plan: Plan) -> None:
-        if len(self.plans) >= self.limit:
-            self.plans.clear()
-        self.plans[key] = plan
-
-    def __reduce__(self) -> tuple[type[PlanCache], tuple[int]]:
-        return PlanCache, (self.limit,)
-
-
-_of_abstract_meshes = PlanCache()
-
-
-def plans_of(found: Sequence[Tensor]) -> PlanCache:
-    """The plans kept with the mesh object of the first DTensor; they live as long as it does.
-
-    A plan's layouts hold the mesh and so its process groups. A mesh that is made again after
-    `destroy_process_group` equals the one before, but must not be given that one's groups.
-    """
-    for tensor in found:
-        try:
-            mesh: Any = tensor._layout.mesh  # type: ignore[attr-defined]
-        except AttributeError:
-            continue
-        try:
-            return mesh._hp_plans
-        except AttributeError:
-            if isinstance(mesh, AbstractMesh):
-                break
-            mesh._hp_plans = PlanCache()
-            return mesh._hp_plans
-    return _of_abstract_meshes
 
 
 def dispatch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -228,69 +114,8 @@ def _tensor_key(value: Any) -> Any:
 
 
 def _plain_key(value: Tensor) -> Any:
-    taken = _implicit.get().plain
+    taken = allowed().plain
     return "plain", tuple(value.shape), value.dtype, value.requires_grad, taken
-
-
-def _operands(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
-    """The tensors with their layouts; refuses what has none."""
-    layouts = [getattr(tensor, "_layout", None) for tensor in found]
-    first = next(layout for layout in layouts if layout is not None)
-    if _implicit.get().plain:
-        layouts = [_taken_whole(t, each, first) for t, each in zip(found, layouts)]
-    operands = []
-    for index, (tensor, layout) in enumerate(zip(found, layouts)):
-        if layout is None:
-            placed = [each for each in layouts if each is not None]
-            _check_plain(name, tensor, placed, _advice_of(found))
-            everywhere = [Replicate()] * len(first.placements)
-            operands.append(
-                Operand(index, Layout(first.mesh, everywhere, ()), tensor.dtype, plain=True)
-            )
-        else:
-            operands.append(Operand(index, layout, tensor.dtype))
-    return tuple(operands)
-
-
-def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layout | None:
-    """The layout of a plain tensor beside DTensors on a mesh of one rank."""
-    whole = beside.abstract_mesh.world_size == 1 and not isinstance(tensor, TorchDTensor)
-    if layout is not None or not whole:
-        return layout
-    return Layout(beside.mesh, [Replicate()] * len(beside.placements), tuple(tensor.shape))
-
-
-def _advice_of(found: Sequence[Tensor]) -> str | None:
-    """What the owner of a DTensor wants said where it is mixed with plain tensors. `hp_fsdp` sets
-    `_hp_advice` on its parameters, which are whole only inside forward."""
-    return next((advice for t in found if (advice := getattr(t, "_hp_advice", None))), None)
-
-
-def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout], advice: str | None) -> None:
-    if isinstance(tensor, TorchDTensor):
-        raise OperatorError(
-            f"{name}: a DTensor of torch.distributed.tensor is mixed with one of hp_dtensor. "
-            "Remedy: convert it with DTensor.from_local(t.to_local(), t.device_mesh, "
-            "t.placements, shape=t.shape)."
-        )
-    if tensor.ndim > 0:
-        raise operator_error(
-            name,
-            f"a plain tensor of shape {tuple(tensor.shape)} is mixed with DTensors, so which part "
-            "of the global tensor it holds is unknown",
-            placed,
-            remedy=advice
-            or "wrap it with DTensor.from_local(tensor, mesh, placements, shape=...), "
-            "Replicate() if every rank holds all of it; or take full_tensor() of the DTensor",
-        )
-    if tensor.requires_grad:
-        raise operator_error(
-            name,
-            "a plain 0-dimensional tensor that requires a gradient is mixed with DTensors; its "
-            "gradient would be this rank's summand",
-            placed,
-            remedy="wrap it with DTensor.from_local(tensor, mesh, [Replicate(), ...])",
-        )
 
 
 # -- 2. derive --------------------------------------------------------------------------------
@@ -320,7 +145,7 @@ def _bind(
     kwargs: Mapping[str, Any],
     found: Sequence[Tensor],
 ) -> Plan:
-    operands = _operands(name, found)
+    operands = operands_of(name, found)
     if rule is None:
         rule = _replicated_rule(name, operands)
     call = Call.bind(rule, name, operands, args, dict(kwargs))
@@ -422,7 +247,7 @@ def _run(
         return recipe.composite(*args, **kwargs)
     if plan.call.inplace:
         _refuse_copies(plan, found)
-    if recipe.communicates and not _implicit.get().reductions:
+    if recipe.communicates and not allowed().reductions:
         raise operator_error(
             plan.call.operator,
             f"it would communicate by itself: {recipe.communicates}",
@@ -514,7 +339,7 @@ def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
 def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
     if step.adjoint_only and not (local.requires_grad and torch.is_grad_enabled()):
         return local
-    policy = _implicit.get()
+    policy = allowed()
     if not (policy.adjoints if step.adjoint_only else policy.reductions):
         what = (
             "a replicated operand meets sharded ones and its gradient is not declared Partial"

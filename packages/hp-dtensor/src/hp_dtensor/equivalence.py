@@ -27,10 +27,10 @@ from hp_dtensor.contracts import (
     map_tensors,
     read_output,
 )
-from hp_dtensor.dispatch import implicit
 from hp_dtensor.dropouts import replace_dropouts
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import settled_placements
+from hp_dtensor.implicit import implicit
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh, mesh_axis
 from hp_dtensor.parallelize import parallelize

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from hp_dtensor.dispatch import Plan, local_operands, make, plan_for
+from hp_dtensor.dispatch import local_operands, make, plan_for
 from hp_dtensor.layout import Layout
+from hp_dtensor.operator_plan import Plan
 from hp_dtensor.placements import is_sharding
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.norms import finished_norm, norm_layouts, summable_norm

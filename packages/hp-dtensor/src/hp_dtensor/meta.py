@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from hp_dtensor.dispatch import implicit
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.implicit import implicit
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan

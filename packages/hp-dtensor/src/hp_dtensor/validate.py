@@ -27,9 +27,9 @@ from hp_dtensor.contracts import (
     map_tensors,
     write_output,
 )
-from hp_dtensor.dispatch import implicit
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
+from hp_dtensor.implicit import implicit
 from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
