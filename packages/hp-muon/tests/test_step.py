@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import Layout, Replicate, Shard, attach_layout
-from hp_muon import Muon, newton_schulz
+from hp_muon import Muon, MuonError, newton_schulz
 from hp_platform import Tier, Topology, ledger
 from hp_platform.testing import run_ranks
 
@@ -247,6 +247,21 @@ def test_gradients_missing_everywhere_leave_parameter_and_momentum_alone():
         assert torch.equal(parameters[2], before[2])
         assert torch.equal(after[2]["momentum_buffer"].to_local(), momenta[2])
         assert not torch.equal(parameters[1], before[1])
+        leaves_a_lost_one_alone(mesh)
+
+    def leaves_a_lost_one_alone(mesh):
+        """What an earlier step found not to be finite is not found again in one without it."""
+        parameters = local_parameters(mesh, [Replicate(), Shard(0)], [(8, 6)] * 4)
+        optimizer = Muon(parameters)
+        set_gradients(parameters)
+        optimizer.step()
+        held = optimizer.state[parameters[1]].get("momentum_buffer")
+        if held is not None:
+            held.fill_(torch.inf)
+        with pytest.raises(MuonError, match="was not finite"):
+            optimizer.step()
+        parameters[1].grad = None
+        optimizer.step()
 
     run_ranks(body, 4)
 
