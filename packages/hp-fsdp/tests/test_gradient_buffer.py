@@ -1,10 +1,11 @@
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hp_fsdp.gradient_buffer import GradientSlots
 
 
+@settings(deadline=None)
 @given(
     numels=st.lists(st.integers(0, 500), min_size=1, max_size=6),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),

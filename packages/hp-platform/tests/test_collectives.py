@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from hp_platform import (
     reduce,
     reduce_scatter,
 )
+from hp_platform.collectives import repeatable_all_gather
 from hp_platform.testing import run_ranks
 
 ORIGIN = Origin("hp_fsdp", "layers.3", "backward")
@@ -210,6 +212,39 @@ def test_a_shard_may_lie_at_its_place_in_the_output():
         return True
 
     assert run_ranks(run, 2) == [True, True]
+
+
+@pytest.mark.ranks
+def test_a_prepared_all_gather_gives_what_its_tensors_hold_at_every_call():
+    def run(rank):
+        sent = []
+        for direct in (True, False):
+            axis = MeshAxis.of_group(name="dp")
+            vars(axis)["capabilities"] = replace(axis.capabilities, direct=direct)
+            for dtype in (torch.float32, torch.int16):
+                whole = torch.zeros(6, 2, dtype=dtype)
+                apart = torch.zeros(2, 2, dtype=dtype)
+                for mine in (apart, whole[2 * rank :][:2]):
+                    gather = repeatable_all_gather(mine, axis, output=whole)
+                    for call in range(3):
+                        mine.fill_(10 * call + rank)
+                        with ledger() as log:
+                            result = gather(Origin("model", "b", f"{call}")).wait()
+                        assert result is whole
+                        wanted = [10 * call + r for r in (0, 0, 1, 1, 2, 2)]
+                        assert whole[:, 0].tolist() == whole[:, 1].tolist() == wanted
+                        (record,) = log.records
+                        sent.append((record.operation, record.bytes, record.origin.phase))
+        with pytest.raises(CollectiveError, match="output"):
+            repeatable_all_gather(torch.ones(2), axis, output=torch.ones(5))
+        alone = torch.ones(2)
+        copied = repeatable_all_gather(alone, ALONE, output=torch.zeros(2))
+        alone.fill_(3)
+        assert copied(ORIGIN).wait().tolist() == [3, 3]
+        return sent
+
+    calls = [("all_gather", 12 * size, f"{call}") for size in (4, 2) for call in (0, 1, 2) * 2]
+    assert run_ranks(run, 3) == [calls * 2] * 3
 
 
 @pytest.mark.ranks

@@ -84,7 +84,7 @@ class Reduction:
         A parameter that this backward did not use contributes zero, so that ranks which used
         different parameters of the unit still issue the same collectives.
         """
-        origin = Origin(PACKAGE, unit.path, "backward")
+        origin = unit.origin("backward")
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in unit.buckets:
             if bucket.has_trainable:
@@ -111,7 +111,7 @@ class Reduction:
     def issue_slow(self) -> None:
         """Issues one all-reduce per buffer, earlier micro-steps included."""
         assert self.unit.data.replicate is not None
-        origin = Origin(PACKAGE, self.unit.path, "backward")
+        origin = self.unit.origin("backward")
         for fused in self.fused:
             if fused.earlier is not None:
                 fused.buffer.data.add_(fused.earlier)

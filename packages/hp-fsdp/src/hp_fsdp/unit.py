@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from hp_fsdp.root import Root
 
 PACKAGE = "hp_fsdp"
+UNUSED_ADVICE = (
+    "a unit that some ranks leave out needs set_reduce_scatter_unused_params(True) on all of them"
+)
+_NAMED = 6
+"""How many parameters a message names."""
 
 
 class UnitState(enum.Enum):
@@ -121,6 +126,7 @@ class Unit:
         self.reduces_unused = False
         self.has_new_buffers = False
         self.all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+        self._origins: dict[tuple[str, str], Origin] = {}
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
 
@@ -135,12 +141,24 @@ class Unit:
             return
         if phase == "backward" and not self.unshard_in_backward:
             return
-        origin = Origin(PACKAGE, self.path, phase)
+        origin = self.origin(phase)
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.begin_gather(self.pages, origin)
         self.trainable = self._trainable()
         self.state = UnitState.GATHERING
+
+    def origin(self, phase: str) -> Origin:
+        """What this unit's collectives are asked by; made once for every phase and name."""
+        key = (phase, self.path)
+        known = self._origins.get(key)
+        if known is None:
+            names = [repr(parameter.name) for parameter in self.parameters]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            detail = f"parameters {', '.join(names[:_NAMED])}{more}"
+            known = Origin(PACKAGE, self.path, phase, detail, UNUSED_ADVICE)
+            self._origins[key] = known
+        return known
 
     def wait(self) -> None:
         """Makes the full parameters valid and registers them, if they are gathered at all."""

@@ -14,8 +14,10 @@ from hp_platform.capabilities import GLOO, Capabilities, capabilities_of
 from hp_platform.errors import TopologyError
 from hp_platform.groups import group_of
 from hp_platform.hccl import HcclGroupOptions
+from hp_platform.lookout import keep_lookout
 from hp_platform.places import exchange_places
 from hp_platform.topology import Tier, Topology, tier_of_domains
+from hp_platform.trail import Trail, trail_of
 
 _BACKEND_DEVICES = {"nccl": "cuda", "hccl": "npu"}
 
@@ -70,6 +72,14 @@ class MeshAxis:
         if self.process_group is None:  # nothing is sent
             return GLOO
         return capabilities_of(self.backend, self.device.type)
+
+    @cached_property
+    def trail(self) -> Trail | None:
+        """What this rank has issued on the group; None where nothing is sent."""
+        trail = trail_of(self)
+        if trail is not None:
+            keep_lookout()
+        return trail
 
     @classmethod
     def of_mesh(

@@ -129,11 +129,10 @@ def all_gather(
     tensors, size = (tensor, result), result.nbytes
     if shares is None:
         if able.direct:
-            call = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
+            begin = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
             return issue(
-                name, axis, origin, call.start, result, size, tensors, tensor.dtype,
-                call.keep, call.finish,
-            )  # fmt: skip
+                name, axis, origin, lambda: begin(origin), result, size, tensors, tensor.dtype
+            )
         return issue(
             name, axis, origin,
             lambda: (all_gather_even(target, source, group=group, async_op=True),),
@@ -175,11 +174,11 @@ def repeatable_all_gather(
     source, target = transportable(tensor, able), transportable(result, able)
     tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
     if able.direct:
-        start = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group).start
-    else:
+        begin = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
+        return lambda o: issue(name, axis, o, lambda: begin(o), result, size, tensors, dtype)
 
-        def start() -> tuple[Any, ...]:
-            return (all_gather_even(target, source, group=group, async_op=True),)
+    def start() -> tuple[Any, ...]:
+        return (all_gather_even(target, source, group=group, async_op=True),)
 
     return lambda origin: issue(name, axis, origin, start, result, size, tensors, dtype)
 
@@ -234,7 +233,7 @@ def reduce_scatter(
     if shares is None:
         if able.direct:
             call = prepare_direct_reduce_scatter(
-                source.view(-1), target.view(-1), rank, group, scratch
+                source.view(-1), target.view(-1), rank, group, scratch, origin
             )
             finish = _then_average(op, target, axis.size, call.finish)
             return issue(
@@ -290,7 +289,7 @@ def all_reduce(
         return brought_back(staged, tensor)
     target = overwritten(tensor)
     if able.direct and axis.size == 2 and op in _SUMS:
-        call = prepare_direct_exchange(target.view(-1), axis.rank, group)
+        call = prepare_direct_exchange(target.view(-1), axis.rank, group, origin)
         return issue(
             name, axis, origin, call.start, tensor, tensor.nbytes, (tensor,), tensor.dtype,
             call.keep, _then_average(op, target, axis.size, call.finish),

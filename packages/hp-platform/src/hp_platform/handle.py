@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hp_platform.axis import MeshAxis
-from hp_platform.errors import CollectiveError, PeerError
+from hp_platform.errors import AgreementError, CollectiveError, HPError, PeerError
 from hp_platform.ledger import (
     Entries,
     Origin,
@@ -23,6 +23,7 @@ from hp_platform.ledger import (
     enter_start,
     enter_wait,
 )
+from hp_platform.lookout import difference_behind
 from hp_platform.traffic import Parts
 
 T = TypeVar("T")
@@ -100,6 +101,7 @@ class Handle(Generic[T]):
 
         Raises:
             PeerError: the backend failed, with operation, axis and origin named.
+            AgreementError: it failed because ranks issue different collectives.
         """
         if not self.done:
             # A second thread that waits must neither divide an average again nor return before.
@@ -181,6 +183,7 @@ def issue(
     keep: tuple[Tensor, ...] = (),
     finish: Callable[[], object] | None = None,
     parts: Parts = None,
+    alike: bool = True,
 ) -> Handle[T]:
     """Enters a collective in the ledger, makes it, and wraps what is then in flight.
 
@@ -192,7 +195,14 @@ def issue(
         keep: tensors of ours that must outlive the call.
         finish: runs once in `wait()`, after the backend's.
         parts: how the message divides between the coordinates, for the ledger.
+        alike: whether all ranks of the axis make this call.
+
+    Raises:
+        AgreementError: ranks are known to issue different collectives; see `lookout`.
     """
+    trail = axis.trail
+    if alike and trail is not None:
+        trail.add(operation, origin)
     entries = enter_issue(operation, axis, size, tensors, dtype, origin, parts)
     try:
         works = start()
@@ -231,8 +241,11 @@ def refuse(operation: str, axis: MeshAxis, origin: Origin, problem: str) -> NoRe
     raise CollectiveError(f"{where(operation, axis, origin)}: {problem}")
 
 
-def peer_error(operation: str, axis: MeshAxis, origin: Origin, error: RuntimeError) -> PeerError:
+def peer_error(operation: str, axis: MeshAxis, origin: Origin, error: RuntimeError) -> HPError:
     """The error of a collective that failed underneath."""
+    difference = difference_behind(axis)
+    if difference is not None:
+        return AgreementError(f"rank {axis.global_rank}: {difference}")
     return PeerError(
         f"rank {axis.global_rank}: lost its peers while waiting in {operation} on axis "
         f"{axis.name} (ranks {list(axis.ranks)}), asked by {origin}; the backend says: {error}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -18,11 +20,20 @@ class Origin:
         package: the package that asks, such as "hp_fsdp".
         name: the unit, parameter or boundary it asks for.
         phase: "forward", "backward", "optimizer" or whatever the package distinguishes.
+        detail: what an error that names this adds, such as the parameters it is about.
+        advice: what such an error ends with: what to do where only some ranks issue it.
     """
 
     package: str
     name: str = ""
     phase: str = ""
+    detail: str = field(default="", compare=False, repr=False)
+    advice: str = field(default="", compare=False, repr=False)
+
+    @cached_property
+    def tag(self) -> int:
+        """A number, the same in every process, that others hardly have; a multiple of 8."""
+        return zlib.crc32(f"{self.package}\n{self.name}\n{self.phase}".encode()) & 0x3FFFFFF8
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.package, self.name, self.phase) if part)

@@ -162,7 +162,9 @@ def _start(
     for transfer in transfers:
         if isinstance(transfer, Send):
             parts[transfer.destination] += transfer.tensor.nbytes
-    return issue(name, axis, origin, start, result, size, tensors, tensors[0].dtype, parts=parts)
+    return issue(
+        name, axis, origin, start, result, size, tensors, tensors[0].dtype, parts=parts, alike=False
+    )
 
 
 def _peer(transfer: Send | Receive) -> int:

@@ -24,7 +24,7 @@ FIRST_FAILURE = "hp_platform/first_failure"
 _INTERVAL = 0.5
 _GRACE = 1.0
 """Seconds for the working thread to notice by itself, for it can tell more."""
-_RANKS_A_SECOND = 4000
+RANKS_A_SECOND = 4000
 """How often the store is asked at most, by all ranks together."""
 
 
@@ -65,7 +65,7 @@ class Watch(threading.Thread):
 
     def _interval(self) -> float:
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return max(_INTERVAL, ranks / _RANKS_A_SECOND)
+        return max(_INTERVAL, ranks / RANKS_A_SECOND)
 
     def _reason(self) -> str | None:
         if self._watches_parent and os.getppid() != self._parent:

@@ -1,0 +1,82 @@
+"""Ranks that use different units: an error that names them, unless the units are declared so."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from hp_fsdp import fully_shard
+from hp_platform import AgreementError
+from hp_platform.testing import run_ranks
+
+
+class Branches(nn.Module):
+    """Units of equal size, of which `b` may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in "abc")
+
+    def forward(self, x, with_b):
+        x = self.a(x)
+        return self.c(self.b(x) if with_b else x)
+
+
+def used_here(model, with_b):
+    for _ in range(1000):
+        model(torch.ones(2, 4), with_b).sum().backward()
+
+
+def frozen_elsewhere(model, trains_b):
+    model.b.requires_grad_(trains_b)
+    used_here(model, True)
+
+
+def told(rank, sizes, body, with_b):
+    """What the error says that ends the training, and after how many seconds."""
+    names = ("dp_replicate", "dp_shard")[-len(sizes) :]
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    torch.manual_seed(0)
+    model = Branches()
+    for module in (model.a, model.b, model.c, model):
+        fully_shard(module, mesh=mesh)
+    start = time.monotonic()
+    with pytest.raises(AgreementError) as raised:
+        body(model, with_b(rank))
+    return str(raised.value), time.monotonic() - start
+
+
+GATHERS = "all_gather asked by hp_fsdp {0} forward (parameters '{0}.weight', '{0}.bias')"
+REDUCES = "asked by hp_fsdp b backward (parameters 'b.weight', 'b.bias')"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sizes", "body", "with_b", "axis", "parts"),
+    [
+        (
+            (2,), used_here, lambda rank: rank == 0, "dp_shard",
+            [f"rank 0: {GATHERS.format('b')}", f"rank 1: {GATHERS.format('c')}"],
+        ),
+        (
+            (4,), used_here, lambda rank: rank != 2, "dp_shard",
+            [f"ranks 0, 1, 3: {GATHERS.format('b')}", f"rank 2: {GATHERS.format('c')}"],
+        ),
+        # Whole replicas differ, so only the slow tier can tell.
+        ((2, 2), used_here, lambda rank: rank < 2, "dp_replicate", [f"all_reduce {REDUCES}"]),
+        ((4,), frozen_elsewhere, lambda rank: rank != 3, "dp_shard",
+         [f"ranks 0, 1, 2: reduce_scatter {REDUCES}", "rank 3: "]),
+    ],
+)  # fmt: skip
+def test_ranks_that_use_different_units_fail_and_name_parameters_and_ranks(
+    sizes, body, with_b, axis, parts
+):
+    world = torch.Size(sizes).numel()
+    for message, seconds in run_ranks(lambda rank: told(rank, sizes, body, with_b), world):
+        assert f"mesh axis {axis!r}" in message
+        for part in parts:
+            assert part in message
+        assert "set_reduce_scatter_unused_params(True)" in message
+        assert seconds < 20

@@ -1,0 +1,119 @@
+"""Ranks that issue different collectives are told so, whether they would hang or mix data up."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_platform import AgreementError, MeshAxis, Origin, all_gather, all_reduce, reduce_scatter
+from hp_platform.lookout import _compare, _publish
+from hp_platform.testing import run_ranks
+from hp_platform.trail import Trail
+
+B = Origin("model", "b", "forward", "parameters 'b.weight'", "leave out nothing")
+C = Origin("model", "c", "forward", "parameters 'c.weight'", "leave out nothing")
+
+
+def told(body):
+    """What the error says that `body` raises, and after how many seconds."""
+    start = time.monotonic()
+    with pytest.raises(AgreementError) as raised:
+        body()
+    return str(raised.value), time.monotonic() - start
+
+
+def gathers_and_reductions(rank, axis):
+    """Rank 0 uses b and then c, the others c only; all shares are equal."""
+    for origin in (B, C)[rank > 0 :]:
+        all_gather(torch.ones(128), axis, origin=origin).wait()
+    reduce_scatter(torch.ones(128 * axis.size), axis, origin=C).wait()
+    all_gather(torch.ones(128), axis, origin=C).wait()
+
+
+def swapped_for_ever(rank, axis):
+    """Rank 1 reduces in the other order, which no backend notices."""
+    while True:
+        for origin in (B, C)[:: -1 if rank == 1 else 1]:
+            all_reduce(torch.ones(128), axis, origin=origin).wait()
+        time.sleep(0.01)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("body", [gathers_and_reductions, swapped_for_ever])
+def test_ranks_that_issue_different_collectives_all_fail_and_name_them(body):
+    found = run_ranks(lambda rank: told(lambda: body(rank, MeshAxis.of_group())), 3, timeout=40)
+    usual = "rank 0" if body is gathers_and_reductions else "rank 1"
+    operation = "all_gather" if body is gathers_and_reductions else "all_reduce"
+    others = "1, 2" if usual == "rank 0" else "0, 2"
+    one, many = ("b", "c") if usual == "rank 0" else ("c", "b")
+    for message, seconds in found:
+        assert "mesh axis 'world'" in message
+        assert f"ranks {others}: {operation} asked by model {many} forward" in message
+        assert f"{usual}: {operation} asked by model {one} forward" in message
+        assert f"(parameters '{one}.weight')" in message
+        assert message.endswith("leave out nothing")
+        assert seconds < 20
+
+
+@pytest.mark.ranks
+def test_a_rank_that_comes_late_is_not_blamed():
+    def body(rank):
+        axis = MeshAxis.of_group()
+        time.sleep(1.5 * rank)
+        for origin in (B, C):
+            all_gather(torch.ones(128), axis, origin=origin).wait()
+        return axis.trail.verdict
+
+    assert run_ranks(body, 2) == [None, None]
+
+
+def trails_of_two_ranks():
+    group = SimpleNamespace(group_name="dp")
+    return [
+        Trail(SimpleNamespace(rank=r, size=2, ranks=(4, 6), name="dp", process_group=group))
+        for r in range(2)
+    ]
+
+
+def compared(first, second):
+    store = dist.HashStore()
+    for trail in (first, second):
+        _publish(store, trail)
+    return _compare(store, first, [1])
+
+
+def test_a_rank_that_is_ahead_agrees_as_far_as_the_other_has_come():
+    first, second = trails_of_two_ranks()
+    for origin in (B, C, B):
+        first.add("all_gather", origin)
+    second.add("all_gather", B)
+    assert compared(first, second) is None
+    second.add("all_gather", C)
+    second.add("reduce_scatter", B)
+    message = compared(first, second)
+    assert "Number 2 on it is on rank 4: all_gather" in message
+    assert "rank 6: reduce_scatter" in message
+
+
+def test_what_a_group_of_the_same_name_left_behind_is_not_compared():
+    first, second = trails_of_two_ranks()
+    store = dist.HashStore()
+    first.add("all_gather", B)
+    second.add("all_gather", C)
+    _publish(store, second)
+    again, _ = trails_of_two_ranks()
+    _publish(store, first)
+    again.add("all_gather", B)
+    _publish(store, again)
+    assert again.made == 2
+    assert _compare(store, again, [1]) is None
+    assert _compare(store, first, [1]) is not None
+
+
+def test_no_collective_follows_a_verdict():
+    trail, _ = trails_of_two_ranks()
+    trail.verdict = "ranks differ"
+    with pytest.raises(AgreementError, match="ranks differ"):
+        trail.add("all_gather", B)
