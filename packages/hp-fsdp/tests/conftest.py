@@ -1,0 +1,6 @@
+"""Tests import their model of random layers by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
