@@ -248,6 +248,9 @@ def accumulate(mode, micro_steps, rank):
                 model.set_requires_gradient_sync(last)
             elif mode == "fast tier until the last":
                 model.set_requires_all_reduce(last)
+            else:
+                model.set_requires_all_reduce(False)
+                model.set_requires_gradient_sync(True)  # both tiers
             model(torch.full((1, 4), (rank + 1) * 10.0**i)).sum().backward()
     return whole(model.weight.grad), Counter(r.operation for r in log.records)
 

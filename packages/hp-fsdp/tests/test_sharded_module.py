@@ -72,7 +72,7 @@ def test_the_sharded_class_state_slices_and_copies():
         with pytest.raises(ValueError, match="containers that do not implement forward"):
             fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
         hp_fsdp.share_comm_ctx([model[0], model[2]])
-        with pytest.raises(hp_fsdp.UsageError, match="not under fully_shard"):
+        with pytest.raises(hp_fsdp.UsageError, match="Expects list of FSDPModules"):
             hp_fsdp.share_comm_ctx([nn.Linear(2, 2)])
 
     run_ranks(body, 2)

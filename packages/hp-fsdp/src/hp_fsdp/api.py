@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from hp_fsdp import full_states, hooks, optimizers, state_dict
 from hp_fsdp.bucketing import make_buckets
 from hp_fsdp.data_mesh import DataMesh
-from hp_fsdp.errors import NotAvailableError, ShardingError
+from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_fsdp.offload import Offload
 from hp_fsdp.param import SHARDED_MARK
 from hp_fsdp.policies import (
@@ -138,6 +138,8 @@ def fully_shard(
         for candidate, parameter in zip(journey.candidates, bucket.parameters)
     }
     parameters = [taken[id(candidate)] for candidate in candidates]
+    for parameter in parameters:
+        parameter.of_unit = parameters
     releases = None if reshard is None else bool(reshard)
     unit = Unit(modules, buckets, parameters, data, mp_policy, releases, comm, link, offload)
     regroup(unit, reshard)
@@ -168,13 +170,15 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if not isinstance(module, nn.Module):
             raise ShardingError(f"fully_shard takes modules, found {type(module).__name__}")
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        has_forward = type(module).forward is not nn.Module.forward
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise ShardingError(
                 "fully_shard does not support containers that do not implement forward: found "
                 f"{type(module).__name__}; pass list(module), or each of its modules"
             )
         if unit_of(module) is not None:
-            raise ShardingError(
+            raise AssertedError(
+                "Each distinct composable distributed API can only be applied to a module once: "
                 f"{_described(module)} is already sharded by an earlier fully_shard call"
             )
     for outer in modules:

@@ -12,7 +12,7 @@ from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hp_dtensor.mesh import mesh_axis
-from hp_fsdp.errors import ShardingError
+from hp_fsdp.errors import AssertedError, ShardingError
 from hp_platform import MeshAxis, Origin, agree, all_reduce
 from hp_platform.links import Link, measure_link
 
@@ -35,7 +35,7 @@ class DataMesh:
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> DataMesh:
-        """Checks `mesh`; None makes a mesh of one axis, `dp_shard`, over all ranks.
+        """Checks `mesh`; None makes a mesh of one axis without a name over all ranks, as FSDP2.
 
         Raises:
             ShardingError: there are more than two axes, or two without names.
@@ -44,15 +44,16 @@ class DataMesh:
             mesh = _world_mesh()
         if mesh.ndim not in (1, 2):
             raise ShardingError(
-                f"fully_shard needs a mesh of one axis (shard) or two (replicate, shard), found "
-                f"{mesh.ndim} axes {mesh.mesh_dim_names}; pass a slice of the mesh, such as "
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one axis (shard) or "
+                f"two (replicate, shard), not {mesh.ndim}; pass a slice of it, such as "
                 "mesh['dp_replicate', 'dp_shard']"
             )
         names = mesh.mesh_dim_names
         if names is None and mesh.ndim == 2:
-            raise ShardingError(
-                "fully_shard needs to know which axis of a two-axis mesh shards: make the mesh "
-                "with mesh_dim_names=('dp_replicate', 'dp_shard')"
+            raise AssertedError(
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified, such as "
+                f"('dp_replicate', 'dp_shard'), found {mesh} without: axes are named in layouts, "
+                "and the last one shards"
             )
         shard = mesh_axis(mesh, mesh.ndim - 1)
         replicate = mesh_axis(mesh, 0) if mesh.ndim == 2 else None
@@ -108,4 +109,4 @@ def _world_mesh() -> DeviceMesh:
             "start the program with torchrun, or pass mesh="
         )
     world = MeshAxis.of_group(name="dp_shard")
-    return init_device_mesh(world.device.type, (world.size,), mesh_dim_names=(world.name,))
+    return init_device_mesh(world.device.type, (world.size,))

@@ -17,5 +17,13 @@ class NotAvailableError(HPError, NotImplementedError):
     """A feature of FSDP2's interface that this version does not have."""
 
 
+class AssertedError(ShardingError, AssertionError):
+    """What PyTorch refuses with an AssertionError, for programs that expect one."""
+
+
+class NotShardedError(UsageError, ValueError):
+    """A module is not under `fully_shard`, or has not what was asked of it."""
+
+
 class CopyError(UsageError, AssertionError):
     """A sharded module was asked for a deep copy. PyTorch raises an AssertionError there."""

@@ -7,6 +7,8 @@ buffer. Exactly one of the two is registered on the owning modules at any time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from hp_dtensor.dtensor import DTensor
@@ -38,6 +40,7 @@ class ShardedParameter:
         layout: layout of `sharded`.
         partial_layout: `layout` with the model-axis partial gradients the parameter declared, or
             None where it declared none.
+        of_unit: all parameters of the unit, for errors.
         sharded: the `DTensor` parameter that holds this rank's shard.
         full: the gathered form, or None before the first gather; its values are valid only while
             the unit is gathered.
@@ -57,6 +60,7 @@ class ShardedParameter:
                 f"{self.layout.local_shape()}, but its part of the local tensor {cut.shape} is "
                 f"{cut.local_shape}"
             )
+        self.of_unit: Sequence[ShardedParameter] = (self,)
         self.sharded: nn.Parameter
         self.full: nn.Parameter | None = None
         self._gathered_version = -1
@@ -103,11 +107,19 @@ class ShardedParameter:
             self.register(self.sharded)
         local = self.local
         if local.is_meta and not self._without_values:
+            names = [other.name for other in self.of_unit if other._is_registered_on_meta]
             raise ShardingError(
-                f"parameter {self.name!r} is still on the meta device: call "
-                "module.to_empty(device=...) and initialise it before the first forward"
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {names}; call module.to_empty(device=...) "
+                "and initialise them before the first forward"
             )
         return local
+
+    @property
+    def _is_registered_on_meta(self) -> bool:
+        owner = self.owners[0]
+        registered = owner.module._parameters[owner.name]
+        return registered is not None and registered.device.type == "meta"
 
     def move(self, local: Tensor) -> None:
         """Copies the shard into `local`, which from now on is its memory."""

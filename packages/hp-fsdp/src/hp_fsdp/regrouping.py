@@ -27,8 +27,9 @@ def checked_reshard(value: object, data: DataMesh) -> bool | int | None:
         )
     if value < 1 or value > size or size % value:
         raise ShardingError(
-            f"reshard_after_forward={value}: as an int it should be a factor of {size}, the size "
-            f"of mesh axis {data.shard.name!r}; pass one, or True, False or None"
+            "If passing reshard_after_forward as an int, it should be a factor of "
+            f"{size}, not {value}: {size} is the size of mesh axis {data.shard.name!r}; or pass "
+            "True, False or None"
         )
     if value == 1:
         return False

@@ -20,7 +20,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, layout_of
 from hp_fsdp.cut import AnyCut, Cut, SharedCut, SharedLayout, Uncut, check_source
 from hp_fsdp.data_mesh import DataMesh
-from hp_fsdp.errors import ShardingError
+from hp_fsdp.errors import AssertedError, ShardingError
 from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hp_platform.links import Link
 
@@ -87,9 +87,10 @@ class Candidate:
             return 0
         dim = 0 if self.placement is None else self.placement.dim
         if not -ndim <= dim < ndim:
-            raise ShardingError(
-                f"parameter {self.name!r} of shape {tuple(self.parameter.shape)} has no dim {dim}, "
-                "which shard_placement_fn asked to cut"
+            raise AssertedError(
+                f"Shard dim {dim} is invalid for {ndim}D tensor: parameter {self.name!r} of shape "
+                f"{tuple(self.parameter.shape)} has no such dim, which shard_placement_fn asked to "
+                "cut"
             )
         return dim % ndim
 

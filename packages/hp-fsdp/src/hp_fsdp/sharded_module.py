@@ -5,12 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 from torch import Tensor, nn
 
 from hp_fsdp import hooks
-from hp_fsdp.errors import CopyError, NotAvailableError, ShardingError, UsageError
+from hp_fsdp.errors import (
+    CopyError,
+    NotAvailableError,
+    NotShardedError,
+    ShardingError,
+    UsageError,
+)
 from hp_fsdp.regrouping import checked_reshard, regroup
 from hp_fsdp.root import Root, unit_of
 from hp_fsdp.uninitialized import note_uninitialized_buffers
@@ -107,11 +113,11 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Units to gather when this one's forward begins, instead of the recorded order."""
-        own_unit(self).forward_prefetch = [own_unit(module) for module in modules]
+        own_unit(self).forward_prefetch = _units_to_prefetch(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Units to gather when this one's backward begins, instead of the recorded order."""
-        own_unit(self).backward_prefetch = [own_unit(module) for module in modules]
+        own_unit(self).backward_prefetch = _units_to_prefetch(modules)
 
     def set_prefetch_depth(self, forward: int = 1, backward: int = 1) -> None:
         """How many units the recorded order gathers ahead; at most depth + 1 are gathered.
@@ -131,9 +137,13 @@ class FSDPModule:
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """False: backward accumulates full gradients on every rank and communicates nothing."""
+        """False: backward accumulates full gradients on every rank and communicates nothing.
+
+        As in FSDP2 it sets both tiers: True also undoes `set_requires_all_reduce(False)`.
+        """
         for unit in units_of(self, recurse):
             unit.requires_gradient_sync = requires_gradient_sync
+            unit.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False: backward reduces over the shard axis only and accumulates on the shards."""
@@ -148,8 +158,18 @@ class FSDPModule:
         """Forgets a forward or backward that raised, with the gradients it left unreduced.
 
         The next forward of the root does the same by itself after a failed backward.
+
+        Raises:
+            UsageError: this is not the root, which alone knows what the pass has begun.
         """
-        Root.of(own_unit(self)).reset()
+        unit = own_unit(self)
+        root = Root.of(unit)
+        if root.unit is not unit:
+            raise UsageError(
+                f"reset_iter_state was called on unit {unit.path!r}; call it on the root module, "
+                f"{type(root.unit.modules[0]).__name__}, whose forward begins the pass"
+            )
+        root.reset()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides summed gradients by `factor` instead of by the number of data-parallel ranks."""
@@ -165,6 +185,29 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted; reductions are always sums, followed by one division."""
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """Checked and accepted: reduce-scatters read gradients where they are, so that there is
+        no input buffer, and every bound from 1 is kept.
+
+        Raises:
+            TypeError: it is not an int.
+            ValueError: it is below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise ShardingError(
+                f"max_input_buffers must be a positive int, got {max_input_buffers}"
+            )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Private in FSDP2, where pipelines and its tests call it: gathers are always issued
+        ahead of their wait here."""
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -206,15 +249,14 @@ class FSDPModule:
         if enable:
             _refuse("set_allocate_memory_from_process_group_for_comm", "leave it out")
 
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
         _refuse("set_symm_mem_for_comm", "leave it out")
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True) -> None:
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         if enable:
             _refuse("set_separate_reduce_scatter_group", "leave it out")
-
-    def set_reduce_scatter_max_input_buffers(self, count: int) -> NoReturn:
-        _refuse("set_reduce_scatter_max_input_buffers", "one unit's gradients are in flight")
 
     # -- nn.Module -------------------------------------------------------------------------------
 
@@ -245,15 +287,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Does nothing for a module that is not under `fully_shard`.
 
     Raises:
-        UsageError: the module has no such method.
+        NotShardedError: the module has no such method.
     """
     unit = unit_of(module)
     if unit is None:
         return
     method = getattr(module, method_name, None)
     if not callable(method):
-        kind = type(module).__name__
-        raise UsageError(f"module {kind} has no method {method_name!r} to register")
+        raise NotShardedError(
+            f"{type(module)} does not have a method {method_name}; register one that computes"
+        )
     owner = unit
 
     @functools.wraps(method)
@@ -270,21 +313,33 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
     FSDP2 makes streams for every root. Here collectives run on their process group's own.
 
     Raises:
-        UsageError: one of `modules` is not under `fully_shard`.
+        NotShardedError: one of `modules` is not under `fully_shard`.
     """
     for module in modules:
-        own_unit(module)
+        if not isinstance(module, FSDPModule):
+            raise NotShardedError(
+                f"Expects list of FSDPModules but got {module}; call fully_shard on it first"
+            )
+
+
+def _units_to_prefetch(modules: Sequence[object]) -> list[Unit]:
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise NotShardedError(
+                f"Expects FSDPModule but got {type(module)}: {module}; call fully_shard on it first"
+            )
+    return [own_unit(module) for module in modules]
 
 
 def own_unit(module: object) -> Unit:
     """The unit of a module under `fully_shard`.
 
     Raises:
-        UsageError: it is not.
+        NotShardedError: it is not.
     """
     unit = unit_of(module) if isinstance(module, nn.Module) else None
     if unit is None:
-        raise UsageError(f"{type(module).__name__} is not under fully_shard")
+        raise NotShardedError(f"{type(module).__name__} is not under fully_shard")
     return unit
 
 
