@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
@@ -74,6 +75,18 @@ class Wrapper(torch.Tensor):
     @property
     def placements(self) -> tuple[Placement, ...]:
         return self._layout.placements
+
+    # What PyTorch-side code also asks of its own DTensor. Private names there, and widely used.
+
+    @property
+    def _local_tensor(self) -> Tensor:
+        return self._local
+
+    @property
+    def _spec(self) -> DTensorSpec:
+        """Mesh, placements, global shape, strides and dtype as PyTorch describes them."""
+        meta = TensorMeta(torch.Size(self._layout.shape), self.stride(), self.dtype)
+        return DTensorSpec(self._layout.mesh, self._layout.placements, tensor_meta=meta)  # type: ignore[arg-type]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
