@@ -6,8 +6,10 @@ A layer that has been given an axis holds plain local parameters with layouts, a
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from hp_dtensor import Layout, Partial, Replicate, SectionedShard, Shard, attach_layout
+from hp_fsdp import fully_shard
 from hp_platform import MeshAxis, all_gather, all_reduce, reduce_scatter
 
 
@@ -159,3 +161,33 @@ class Experts(nn.Module):
         mine = torch.einsum("toi,ti->to", self.weight[chosen[rows]], x[rows])
         out = mine.new_zeros(x.shape[0], mine.shape[1]).index_add(0, rows, mine)
         return out if self.ep is None else Returned.apply(out, self.ep)
+
+
+def mesh_of(*axes):
+    """A mesh of axes such as "tp=2"."""
+    names, sizes = zip(*(axis.split("=") for axis in axes))
+    return init_device_mesh("cpu", tuple(map(int, sizes)), mesh_dim_names=names)
+
+
+def data_axes(mesh):
+    """The part of `mesh` over which `fully_shard` shards."""
+    return mesh[tuple(name for name in mesh.mesh_dim_names if name.startswith("dp"))]
+
+
+def shard(model, mesh, units, **options):
+    """Distributes `model`, which has such `layers`, over the model axes and shards it.
+
+    Args:
+        units: which layers are units of their own. Shared out experts always are.
+    """
+    names = mesh.mesh_dim_names
+    if {"tp", "ep"} & set(names):
+        model.distribute(mesh)
+    data = data_axes(mesh)
+    for layer, unit in zip(model.layers, units):
+        divides = layer.divides_by_all_ranks and "ep" in names
+        if unit or divides:
+            fully_shard(layer, mesh=data, **options)
+        if divides:
+            layer.set_gradient_divide_factor(data.size() * mesh["ep"].size())
+    return fully_shard(model, mesh=data, **options)

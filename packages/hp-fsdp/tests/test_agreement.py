@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp2
 from attrs import frozen
-from drawn_model import Experts, Plain, Tensor, place
+from drawn_model import Experts, Plain, Tensor, mesh_of, place, shard
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -143,34 +143,18 @@ def last_dim(parameter):
     return Shard(parameter.ndim - 1) if parameter.ndim else None
 
 
-def mesh_of(how):
-    names, sizes = zip(*(axis.split("=") for axis in how.mesh))
-    return init_device_mesh("cpu", tuple(map(int, sizes)), mesh_dim_names=names)
-
-
 def sharded(how, model, mesh):
     """`model` under `fully_shard` as drawn."""
-    if how.mesh[-1].startswith(("tp", "ep")):
-        model.distribute(mesh)
-    names = tuple(name for name in mesh.mesh_dim_names if name.startswith("dp"))
-    data = mesh[names]
     options = {
-        "mesh": data,
         "reshard_after_forward": how.reshard,
         "comm_policy": how.comm_policy,
         "shard_placement_fn": last_dim if how.last_dim else None,
         "mp_policy": PRECISION[how.precision],
         "offload_policy": CPUOffloadPolicy() if how.offload else OffloadPolicy(),
     }
-    if how.reshard == 2 and data[names[-1]].size() != 4:
+    if how.reshard == 2 and "dp_shard=4" not in how.mesh:
         options["reshard_after_forward"] = True
-    for layer, unit in zip(model.layers, how.units):
-        divides = layer.divides_by_all_ranks and "ep" in mesh.mesh_dim_names
-        if unit or divides:
-            fully_shard(layer, **options)
-        if divides:
-            layer.set_gradient_divide_factor(data.size() * mesh["ep"].size())
-    fully_shard(model, **options)
+    shard(model, mesh, how.units, **options)
     model.set_prefetch_depth(how.depth, how.depth)
     return model
 
@@ -180,7 +164,7 @@ def agrees(how, world, rank):
         torch.manual_seed(2)
         return Drawn(how)
 
-    mesh = mesh_of(how)
+    mesh = mesh_of(*how.mesh)
     # Ranks of a tensor-parallel axis, which is the last, work on the same batch.
     alike = mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
     model, dense = sharded(how, made(), mesh), made()
@@ -214,25 +198,28 @@ def agrees(how, world, rank):
             trained.zero_grad()
 
 
-def drawn(world, count):
-    """Examples on all meshes in turn, drawn here once so that all ranks run the same."""
+def drawn_on(mesh, count):
+    """Examples on one mesh, drawn here once so that all ranks run the same."""
     found = []
-    for index, mesh in enumerate(MESHES[world]):
-        wanted = len(range(index, count, len(MESHES[world])))
-        examples = []
 
-        # The first of all that Hypothesis draws is the simplest.
-        @settings(
-            max_examples=wanted + 1, database=None, derandomize=True, deadline=None,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        @given(combinations(mesh))
-        def collect(how, examples=examples):
-            examples.append(how)
+    # The first of all that Hypothesis draws is the simplest.
+    @settings(
+        max_examples=count + 1, database=None, derandomize=True, deadline=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(combinations(mesh))
+    def collect(how):
+        found.append(how)
 
-        collect()
-        found += examples[1:]
-    return found
+    collect()
+    return found[1:]
+
+
+def drawn(world, count):
+    """Examples shared out between all meshes."""
+    meshes = MESHES[world]
+    shares = [len(range(index, count, len(meshes))) for index in range(len(meshes))]
+    return [how for mesh, share in zip(meshes, shares) for how in drawn_on(mesh, share)]
 
 
 def agree(world, count):

@@ -1,10 +1,16 @@
 """Checkpoints of model and optimizer move between world sizes, meshes, layouts and FSDP2."""
 
+import functools
+import itertools
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as states
 import torch.distributed.fsdp as fsdp2
+from drawn_model import Experts, Plain, Tensor, mesh_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,13 +36,13 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embed(ids))))
 
 
-def mesh_of(shape):
+def data_mesh(shape):
     names = ("dp_replicate", "dp_shard")[-len(shape) :]
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def sharded(kind, shape, seed=0):
-    model, mesh = Tied(seed), mesh_of(shape)
+    model, mesh = Tied(seed), data_mesh(shape)
     if kind == "fsdp2":
         fsdp2.fully_shard(model.middle, mesh=mesh)
         fsdp2.fully_shard(model, mesh=mesh)
@@ -131,3 +137,112 @@ def test_training_continues_as_if_it_had_not_been_interrupted(tmp_path):
         run_ranks(lambda rank, saves=saves: save_all(saves), world)
     for world, found in by_world(loads):
         run_ranks(lambda rank, found=found: load_all(found), world)
+
+
+class Layers(nn.Module):
+    """Uneven sizes on every axis."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList([Tensor(3, 5, (4, 3)), Experts(5, 5, 3), Plain(5, 2)])
+
+    def distribute(self, mesh):
+        for layer in self.layers:
+            layer.distribute(mesh)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+# Meshes on which checkpoints are saved, and those on which they are loaded.
+A_FEW = [[("dp_shard=2", "tp=2")], [("dp_replicate=2", "dp_shard=1", "ep=2"), ("dp_shard=3",)]]
+EVERY_ONE = [
+    [
+        *[(f"dp_shard={ranks}",) for ranks in (1, 2, 3, 4)],
+        ("dp_replicate=2", "dp_shard=2"),
+        ("dp_shard=1", "tp=2"),
+        ("dp_shard=1", "ep=2"),
+        ("dp_shard=2", "tp=2"),
+        ("dp_shard=2", "ep=2"),
+        ("dp_replicate=2", "dp_shard=1", "ep=2"),
+        ("dp_shard=1", "ep=2", "tp=2"),
+    ]
+] * 2
+
+
+def layers_on(axes, policy, seed=0):
+    mesh = mesh_of(*axes)
+    model = shard(Layers(seed), mesh, (True, True, False), comm_policy=policy)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01), mesh
+
+
+def train_on_slice(model, optimizer, seed, slices=1, position=0):
+    x = torch.randn(36, 3, generator=torch.Generator().manual_seed(seed))
+    optimizer.zero_grad()
+    model(x.chunk(slices)[position]).square().mean().backward()
+    optimizer.step()
+
+
+def own_slice(mesh):
+    """Number of slices of a batch and this rank's: ranks of a tensor-parallel axis share one."""
+    alike = mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1
+    return mesh.size() // alike, dist.get_rank() // alike
+
+
+def size_of(axes):
+    return math.prod(int(axis.split("=")[1]) for axis in axes)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("saves", "loads"), [A_FEW, pytest.param(*EVERY_ONE, marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_moves_between_data_tensor_and_expert_axes(tmp_path, saves, loads):
+    dense = Layers()
+    reference = torch.optim.AdamW(dense.parameters(), lr=0.01)
+    for seed in range(3):
+        train_on_slice(dense, reference, seed)
+
+    def path(axes):
+        return tmp_path / "-".join(axes)
+
+    def save(axes):
+        model, optimizer, mesh = layers_on(axes, "per_parameter")
+        for seed in range(2):
+            train_on_slice(model, optimizer, seed, *own_slice(mesh))
+        found = states.get_state_dict(model, optimizer)
+        dcp.save({"model": found[0], "optimizer": found[1]}, checkpoint_id=path(axes))
+
+    def load(saved, axes, policy):
+        model, optimizer, mesh = layers_on(axes, policy, seed=7)
+        found = dict(zip(("model", "optimizer"), states.get_state_dict(model, optimizer)))
+        dcp.load(found, checkpoint_id=path(saved))
+        states.set_state_dict(
+            model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        )
+        train_on_slice(model, optimizer, 2, *own_slice(mesh))
+        for name, value in full_parameters(model).items():
+            torch.testing.assert_close(
+                value,
+                dense.get_parameter(name).detach(),
+                rtol=1e-4,
+                atol=1e-5,
+                msg=lambda text, name=name: f"{saved} to {axes}, {policy}, {name}: {text}",
+            )
+
+    def on(axes, work):
+        def body(rank):
+            for each in work:
+                each()
+
+        run_ranks(body, size_of(axes), timeout=200)
+
+    for axes in saves:
+        on(axes, [functools.partial(save, axes)])
+    policies = itertools.cycle(("shared_buffer", "per_parameter"))
+    for axes in loads:
+        moves = [functools.partial(load, saved, axes, next(policies)) for saved in saves]
+        on(axes, moves)

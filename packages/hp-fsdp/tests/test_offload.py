@@ -1,6 +1,10 @@
 """Shards, gradients and optimizer state in host memory."""
 
 import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,3 +136,17 @@ def test_gathers_and_gradients_cross_on_a_stream_of_their_own(monkeypatch):
                 assert not [i for i in waits if recorded[2 * step] < i < last]
 
     run_ranks(body, 4)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_shards_on_the_host_are_clipped_and_scaled_over_a_mesh_of_devices():
+    """On fake NPUs, whose collectives refuse tensors of other devices."""
+    session = Path(__file__).with_name("offloaded_session.py")
+    fakes = session.parents[2] / "hp-platform" / "tests" / "fake_npu"
+    done = subprocess.run(
+        [sys.executable, str(session)],
+        env=os.environ | {"PYTHONPATH": str(fakes)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

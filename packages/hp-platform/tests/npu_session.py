@@ -96,8 +96,21 @@ def scalars(axis):
     else:
         hp.receive(other, axis, source=0).wait()
     found.append(other.item() == 1.0)
+    several = torch.full((3,), rank + 1.0)
+    assert hp.all_reduce(several, axis).wait() is several
+    found.append(several.tolist() == [3.0] * 3)
+    pair = [torch.full((2,), rank + 1.0), torch.ones(1)]
+    hp.all_reduce_fused(pair, axis).wait()
+    found.append([t.tolist() for t in pair] == [[3.0, 3.0], [2.0]])
+    shard, whole = torch.full((2,), rank + 1.0), torch.zeros(4)
+    hp.all_gather(shard, axis, output=whole).wait()
+    found.append(whole.tolist() == [1.0, 1.0, 2.0, 2.0])
+    shard = hp.reduce_scatter(torch.arange(4.0), axis, op="avg").wait()
+    found.append(shard.tolist() == [2.0 * rank, 2.0 * rank + 1])
+    swapped = hp.all_to_all(torch.tensor([0.0, 1.0]).add(2 * rank), axis).wait()
+    found.append(swapped.tolist() == [float(rank), 2.0 + rank])
     with pytest.raises(hp.CollectiveError, match="is on cpu, the axis communicates on npu:0"):
-        hp.all_reduce(torch.ones(2), axis)
+        hp.exchange([hp.Send(torch.ones(2), 1 - rank), hp.Receive(several, 1 - rank)], axis)
     with pytest.raises(hp.CollectiveError, match=r"hccl cannot reduce torch\.float64; convert to"):
         hp.all_reduce(torch.tensor(1.0, dtype=torch.float64), axis)
     return found

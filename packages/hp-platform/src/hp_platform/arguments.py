@@ -48,8 +48,8 @@ def check_tensor(
         writes: the collective changes the tensor.
 
     Returns:
-        None when the tensor is a single element on another device than the axis, and the caller
-        has to carry it there and back.
+        None when the tensor is in host memory, or a single element on another device than the
+        axis, and the caller has to carry it there and back.
     """
     able = axis.capabilities
     # One conjunction, because this is on the path of every collective; what is wrong with a
@@ -115,10 +115,11 @@ def _examine(
         remedy = _REMEDIES.get(tensor.dtype, f"convert to one of {', '.join(known)}")
         refuse(operation, axis, origin, f"{able.backend} cannot reduce {tensor.dtype}; {remedy}")
     if tensor.device != axis.device:
-        if tensor.numel() == 1 and tensor.device.type != "meta":
+        device, axis_device = tensor.device.type, axis.device.type
+        if "meta" not in (device, axis_device) and (device == "cpu" or tensor.numel() == 1):
             return None
         problem = f"the tensor is on {tensor.device}, the axis communicates on {axis.device}"
-        remedy = "move it there (only single elements are carried there and back)"
+        remedy = "move it there (what is in host memory is carried there and back)"
         refuse(operation, axis, origin, f"{problem}; {remedy}")
     if tensor.numel() and tensor.device.type in _ADDRESSED and not _has_memory(tensor):
         problem = "the tensor has no memory: its storage was freed, or a transform of torch.func "

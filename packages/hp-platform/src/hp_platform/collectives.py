@@ -20,8 +20,8 @@ in-place operation: where it requires grad, the call is refused unless grad mode
 graphs that have saved it notice the change. `output` is the caller's own buffer; only the
 refusal applies to it.
 
-A single element on another device than the axis's, such as a norm on the CPU, is carried to
-the axis's device, and the result back to the tensor's.
+What is in host memory where the axis communicates on a device, such as an offloaded shard or
+its norm, is carried to that device, and the result back. So is a single element on any other.
 """
 
 from __future__ import annotations

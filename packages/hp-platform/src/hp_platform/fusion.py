@@ -25,7 +25,7 @@ def all_reduce_fused(
     the views leave gaps, as those of a `BufferLayout` do, pass the buffer itself to `all_reduce`.
 
     Args:
-        tensors: each contiguous, any shapes, on the axis's device.
+        tensors: each contiguous, any shapes, on the axis's device or in host memory.
         op: "sum", "avg", "max" or "min".
 
     Raises:
@@ -33,9 +33,7 @@ def all_reduce_fused(
     """
     name = "all_reduce_fused"
     for tensor in tensors:
-        if check_tensor(name, tensor, axis, origin, True, False, True) is None:
-            problem = f"a tensor is on {tensor.device}, the axis communicates on {axis.device}"
-            refuse(name, axis, origin, f"{problem}; move it there")
+        check_tensor(name, tensor, axis, origin, True, False, True)
     if not tensors:
         return Handle([])
     dtypes = sorted({str(tensor.dtype) for tensor in tensors})
@@ -48,7 +46,7 @@ def all_reduce_fused(
         inside: Handle[list[Tensor]] = all_reduce(span, axis, op=op, origin=origin)  # type: ignore[assignment]
         return inside.delivering(list(tensors), lambda: None)
     layout = BufferLayout.of([tensor.numel() for tensor in written], written[0].dtype)
-    buffer = layout.allocate(axis.device)
+    buffer = layout.allocate(written[0].device)
     parts = layout.views(buffer, [tensor.shape for tensor in written])
     _copy_all(parts, written)
     handle: Handle[list[Tensor]] = all_reduce(buffer, axis, op=op, origin=origin)  # type: ignore[assignment]

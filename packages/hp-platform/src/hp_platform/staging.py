@@ -12,12 +12,12 @@ from hp_platform.handle import Handle
 
 
 def carried(tensor: Tensor, axis: MeshAxis) -> Tensor:
-    """A single element on the axis's device."""
+    """A copy on the axis's device."""
     return tensor.detach().to(axis.device)
 
 
 def brought_back(staged: Handle[Tensor], target: Tensor) -> Handle[Tensor]:
-    """The handle of a call on a carried element, whose `wait()` fills the caller's tensor."""
+    """The handle of a call on a carried tensor, whose `wait()` fills the caller's tensor."""
     found = staged._result
     return staged.delivering(target, lambda: plain(target).copy_(found))
 
