@@ -6,11 +6,11 @@ from small_networks import Net, meshes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
-from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 import hp_fsdp
+from hp_fsdp import DataParallelMeshDims as Dims
 from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_platform.testing import run_ranks
 
@@ -85,8 +85,20 @@ def test_what_cannot_be_sharded_is_refused_by_name():
             within[0].reset_iter_state()
         cube = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
         refuses("expects a 1D or 2D DeviceMesh", nn.Linear(2, 2), mesh=cube)
-        with pytest.raises(hp_fsdp.NotAvailableError, match="dp_mesh_dims"):
-            fully_shard(nn.Linear(2, 2), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+        for dims, match in (
+            (Dims(replicate="dp_shard"), "name one axis to shard over"),
+            (Dims(shard=("a", "b")), "name one axis to shard over"),
+            (Dims(shard="dp"), "Mesh dim name 'dp' not found"),
+            (Dims(shard="a", replicate="c"), "'c' must come before 'a'"),
+            ("a", "dp_mesh_dims must be a DataParallelMeshDims"),
+        ):
+            refuses(match, nn.Linear(2, 2), mesh=cube, dp_mesh_dims=dims)
+        refuses(
+            "mesh_dim_names when dp_mesh_dims", nn.Linear(2, 2), mesh=None, dp_mesh_dims=Dims("dp")
+        )
+        named = fully_shard(nn.Linear(2, 2), mesh=cube, dp_mesh_dims=Dims("c", replicate="b"))
+        assert named.weight.device_mesh == cube["b", "c"]
+        assert named.weight.placements == (Replicate(), Shard(0))
         with torch.device("meta"):
             meta = fully_shard(nn.Linear(4, 4), mesh=mesh)
         with pytest.raises(hp_fsdp.ShardingError, match=r"on meta device: \['weight', 'bias'\]"):

@@ -1,5 +1,7 @@
 """Two-tier fully sharded data parallelism with copy-free per-parameter collectives."""
 
+from torch.distributed.fsdp import DataParallelMeshDims
+
 from hp_fsdp.api import fully_shard
 from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
 from hp_fsdp.explain import explain
@@ -16,6 +18,7 @@ from hp_fsdp.state_dict import full_state_dict, load_full_state_dict
 __all__ = [
     "CPUOffloadPolicy",
     "CommPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MemoryUse",
     "MixedPrecisionPolicy",

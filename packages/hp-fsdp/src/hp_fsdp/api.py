@@ -8,12 +8,13 @@ from typing import cast, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Shard
 
 from hp_fsdp import full_states, hooks, optimizers, state_dict
 from hp_fsdp.bucketing import make_buckets
 from hp_fsdp.data_mesh import DataMesh
-from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
+from hp_fsdp.errors import AssertedError, ShardingError
 from hp_fsdp.offload import Offload
 from hp_fsdp.param import SHARDED_MARK
 from hp_fsdp.policies import (
@@ -47,7 +48,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     comm_policy: CommPolicy | str = ...,
 ) -> FSDPModule: ...
 
@@ -62,7 +63,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
     comm_policy: CommPolicy | str = ...,
 ) -> list[FSDPModule]: ...
 
@@ -76,7 +77,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  a frozen value
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  a frozen value
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     comm_policy: CommPolicy | str = PER_PARAMETER,
 ) -> FSDPModule | list[FSDPModule]:
     """Shards the parameters of `module`, in place, and returns it.
@@ -101,7 +102,8 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy` keeps shards, gradients and optimizer state in host
             memory.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: not available; pass a slice of the mesh.
+        dp_mesh_dims: names of the axes of `mesh` that shard and replicate, where it has others
+            beside them, as a slice `mesh['dp_replicate', 'dp_shard']` would; one name each.
         comm_policy: which parameters have collectives of their own and which share one; not an
             argument of FSDP2. "per_parameter", "shared_buffer", "auto" or a `CommPolicy`. Values
             do not depend on it; layouts do: what shares a buffer is placed `RaggedShard`. A
@@ -119,7 +121,7 @@ def fully_shard(
     modules = list(module) if isinstance(module, list) else [module]
     _check_modules(modules)
     _check_arguments(mesh, mp_policy, offload_policy, ignored_params, dp_mesh_dims)
-    data = DataMesh.of(mesh)
+    data = DataMesh.of(mesh, dp_mesh_dims)
     reshard = checked_reshard(reshard_after_forward, data)
     offload = Offload.of(offload_policy, data.shard.device)
     found = _owned_parameters(modules, set(ignored_params or ()))
@@ -198,11 +200,9 @@ def _check_arguments(
     ignored_params: object,
     dp_mesh_dims: object,
 ) -> None:
-    if dp_mesh_dims is not None:
-        raise NotAvailableError(
-            f"dp_mesh_dims={dp_mesh_dims!r} is not available: apply tensor parallelism with "
-            "hp_dtensor.parallelize(..., mode='production'), and pass the data axes as "
-            "mesh=mesh['dp_replicate', 'dp_shard']"
+    if dp_mesh_dims is not None and not isinstance(dp_mesh_dims, DataParallelMeshDims):
+        raise ShardingError(
+            f"dp_mesh_dims must be a DataParallelMeshDims or None, found {dp_mesh_dims!r}"
         )
     if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         kind = type(offload_policy)

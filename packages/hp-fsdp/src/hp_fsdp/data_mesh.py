@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import DataParallelMeshDims
 
 from hp_dtensor.mesh import mesh_axis
-from hp_fsdp.errors import AssertedError, ShardingError
+from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_platform import MeshAxis, Origin, agree, all_reduce
 from hp_platform.links import Link, measure_link
 
@@ -34,14 +35,21 @@ class DataMesh:
     replicate: MeshAxis | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> DataMesh:
+    def of(cls, mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataMesh:
         """Checks `mesh`; None makes a mesh of one axis without a name over all ranks, as FSDP2.
 
+        Args:
+            mesh: the data-parallel mesh, or, with `dims`, one that has its axes among others.
+            dims: names of the axes of `mesh` that shard and replicate.
+
         Raises:
-            ShardingError: there are more than two axes, or two without names.
+            ShardingError: there are more than two axes, or two without names; or `dims` names
+                what `mesh` does not have.
         """
         if mesh is None:
             mesh = _world_mesh()
+        if dims is not None:
+            mesh = _data_slice(mesh, dims)
         if mesh.ndim not in (1, 2):
             raise ShardingError(
                 f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: one axis (shard) or "
@@ -92,6 +100,31 @@ class DataMesh:
         if self.has_replicas:
             assert self.replicate is not None
             agree(name, value, self.replicate)
+
+
+def _data_slice(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
+    if len(dims.shard_names) != 1 or len(dims.replicate_names) > 1:
+        raise NotAvailableError(
+            f"dp_mesh_dims={dims!r} is not available: name one axis to shard over and at most one "
+            "to replicate over; flatten several into one with DeviceMesh._flatten, or make a mesh "
+            "that has them as one"
+        )
+    names = (*dims.replicate_names, *dims.shard_names)
+    present = mesh.mesh_dim_names
+    if present is None:
+        raise ShardingError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+    for name in names:
+        if name not in present:
+            raise ShardingError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {present}; name axes of "
+                "the mesh in dp_mesh_dims"
+            )
+    if sorted(names, key=present.index) != list(names):
+        raise ShardingError(
+            f"dp_mesh_dims={dims!r}: axis {names[0]!r} must come before {names[1]!r} in the mesh, "
+            f"found {present}; replicas are outside, shards inside"
+        )
+    return mesh[names]
 
 
 def _slowest(link: Link, axis: MeshAxis) -> Link:
