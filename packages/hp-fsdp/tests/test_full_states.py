@@ -109,13 +109,38 @@ def test_states_of_pytorch_fsdp2_load_in_memory_however_they_are_placed():
     def body(rank):
         for ours in meshes():
             for theirs in meshes():
-                for policy in ("per_parameter", "shared_buffer"):
-                    source, _ = sharded(theirs, seed=3, shard=fsdp2.fully_shard)
-                    for assign in (False, True):
-                        model, _ = sharded(ours, policy, seed=4)
-                        model.load_state_dict(source.state_dict(), assign=assign)
-                        model(torch.ones(2, 5)).sum().backward()
-                        for name, value in made(3).named_parameters():
-                            assert torch.equal(full_parameters(model)[name], value.detach())
+                source, _ = sharded(theirs, seed=3, shard=fsdp2.fully_shard)
+                for policy, assign in (("per_parameter", True), ("shared_buffer", False)):
+                    model, _ = sharded(ours, policy, seed=4)
+                    model.load_state_dict(source.state_dict(), assign=assign)
+                    model(torch.ones(2, 5)).sum().backward()
+                    found = full_parameters(model)
+                    for name, value in made(3).named_parameters():
+                        assert torch.equal(found[name], value.detach())
 
     run_ranks(body, 4, timeout=120)
+
+
+@pytest.mark.ranks
+def test_asking_for_an_optimizers_state_does_not_change_its_first_step():
+    """The first step of Adam is `lr`, whatever the gradient; a counted step before it is less."""
+
+    def body(rank):
+        model = fully_shard(nn.Linear(3, 1, bias=False), mesh=meshes()[0])
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0)
+        found = states.get_optimizer_state_dict(model, optimizer)
+        assert found["state"]["weight"]["step"] == 0
+        model(torch.full((1, 3), 2.0)).sum().backward()
+        optimizer.step()
+        assert full_parameters(model)["weight"].tolist() == [[pytest.approx(0.9)] * 3]
+        # Only the first rank holds what is exported, and no rank waits for another.
+        options = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        exported = states.get_state_dict(model, optimizer, options=options)
+        if rank == 0:
+            assert exported[0]["weight"].tolist() == [[pytest.approx(0.9)] * 3]
+            assert exported[1]["state"]["weight"]["step"] == 1
+        else:
+            assert exported == ({}, {})
+
+    run_ranks(body, 4)

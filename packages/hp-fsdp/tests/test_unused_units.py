@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_fsdp import fully_shard
+from hp_fsdp.testing import assert_same, full_gradients
 from hp_platform import AgreementError
 from hp_platform.testing import run_ranks
 
@@ -22,6 +23,12 @@ class Branches(nn.Module):
     def forward(self, x, with_b):
         x = self.a(x)
         return self.c(self.b(x) if with_b else x)
+
+
+class ZeroWeight(Branches):
+    def forward(self, x, with_b):
+        x = self.a(x)
+        return self.c(self.b(x) if with_b else x + 0 * self.b(torch.zeros_like(x)))
 
 
 def used_here(model, with_b):
@@ -80,3 +87,22 @@ def test_ranks_that_use_different_units_fail_and_name_parameters_and_ranks(
             assert part in message
         assert "set_reduce_scatter_unused_params(True)" in message
         assert seconds < 20
+
+
+@pytest.mark.ranks
+def test_a_rank_that_takes_part_with_weight_zero_counts_as_zero():
+    """Instead of leaving `b` out; nothing has to be declared."""
+
+    def body(rank):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        torch.manual_seed(0)
+        model, dense = ZeroWeight(), ZeroWeight()
+        dense.load_state_dict(model.state_dict())
+        for module in (model.a, model.b, model.c, model):
+            fully_shard(module, mesh=mesh)
+        model(torch.ones(2, 4) + rank, rank == 0).square().sum().backward()
+        for other in range(2):
+            (dense(torch.ones(2, 4) + other, other == 0).square().sum() / 2).backward()
+        assert_same(full_gradients(model), {n: p.grad for n, p in dense.named_parameters()})
+
+    run_ranks(body, 2)

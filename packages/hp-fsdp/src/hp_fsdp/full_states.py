@@ -3,8 +3,9 @@
 `torch.distributed.checkpoint.state_dict` asks `isinstance(value, torch.distributed.tensor.DTensor)`
 before it gathers or cuts a value, and passes over everything else: `full_state_dict=True` would
 return shards without a word, and full optimizer states would be loaded uncut. It has no hook, so
-the three functions it calls are wrapped: they see to `hp_dtensor.DTensor` entries and leave the
-rest to the original. States without such entries are not touched.
+the functions it calls are wrapped: they see to `hp_dtensor.DTensor` entries and leave the rest to
+the original. So is the one that makes the state of an optimizer without any. States without such
+entries are not touched.
 """
 
 from __future__ import annotations
@@ -101,7 +102,27 @@ def _cutting(original: Callable[..., Any]) -> Callable[..., Any]:
     return fill_local_state
 
 
+def _uncounted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For the function that makes an optimizer's state by a step with gradients of zero.
+
+    Such a step is not one of training: counted, it would shrink the first real one of Adam.
+    """
+
+    def init_optim_state(optimizer: torch.optim.Optimizer) -> None:
+        had_none = not optimizer.state
+        original(optimizer)
+        if not had_none:
+            return
+        for parameter, state in optimizer.state.items():
+            if isinstance(parameter, DTensor) and "step" in state:
+                step = state["step"]
+                state["step"] = step.zero_() if isinstance(step, Tensor) else 0
+
+    return init_optim_state
+
+
 _WRAPPERS = {
+    "_init_optim_state": _uncounted,
     "_gather_state_dict": _gathering,
     "_distribute_state_dict": _cutting,
     "_broadcast_state_dict": _cutting,
