@@ -1,6 +1,8 @@
 """Cross-entropy of logits sharded over the vocabulary, against the whole logits."""
 
 import copy
+import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,13 @@ CASES = {
     "another mark": ([5, 5, 0, 7], 5),
     "none counts": ([-100] * 4, -100),
 }
+WEIGHT = torch.tensor([1.0, 0.5, 2.0, 0.0, 3.0, 1.5, 0.25, 1.0], dtype=torch.float64)
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"label_smoothing": 0.1},
+    {"weight": WEIGHT},
+    {"weight": WEIGHT, "label_smoothing": 0.3},
+)
 
 
 def test_loss_and_gradient_are_those_of_the_whole_logits() -> None:
@@ -31,11 +40,12 @@ def test_loss_and_gradient_are_those_of_the_whole_logits() -> None:
 
     def body(rank: int) -> None:
         axis = MeshAxis.of_group()
-        for targets, mark in CASES.values():
+        for (targets, mark), options in itertools.product(CASES.values(), OPTIONS):
             whole = logits.clone().requires_grad_()
-            wanted = functional.cross_entropy(whole, torch.tensor(targets), ignore_index=mark)
+            given = {"ignore_index": mark, **options}
+            wanted = functional.cross_entropy(whole, torch.tensor(targets), **given)
             mine = logits.chunk(2, dim=1)[rank].clone().requires_grad_()
-            found = vocabulary_cross_entropy(mine, torch.tensor(targets), axis, ignore_index=mark)
+            found = vocabulary_cross_entropy(mine, torch.tensor(targets), axis, **given)
             torch.testing.assert_close(found, wanted, equal_nan=True)
             if not wanted.isnan():
                 (3 * wanted).backward()
@@ -64,7 +74,15 @@ def test_targets_outside_the_vocabulary_and_shapes_that_do_not_fit_are_refused()
     def shapes(rank: int) -> None:
         vocabulary_cross_entropy(torch.zeros(1, 2, 8), torch.zeros(2), MeshAxis.of_group())
 
-    for body, text in ((outside, "target 16 is no id of a vocabulary of 16"), (shapes, "found")):
+    def weights(rank: int) -> None:
+        scores, targets = torch.zeros(1, 8), torch.tensor([1])
+        vocabulary_cross_entropy(scores, targets, MeshAxis.of_group(), weight=torch.ones(8))
+
+    for body, text in (
+        (outside, "target 16 is no id of a vocabulary of 16"),
+        (shapes, "found"),
+        (weights, r"expected \[16\], one for every id"),
+    ):
         with pytest.raises(RankFailure, match=text):
             run_ranks(body, 2)
 
