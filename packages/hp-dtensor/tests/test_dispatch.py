@@ -134,8 +134,10 @@ def test_operators_in_place_return_the_object_and_keep_its_layout() -> None:
         with pytest.raises(OperatorError, match="out= has no rule"):
             torch.sum(placed, 0, out=out)
         torch.testing.assert_close(out.full_tensor(), placed.full_tensor() * 2)
+        target = whole(mesh)
+        assert target.mul_(rows(mesh, (4, 1))) is target  # what is beside the target follows it
+        assert target.placements == (Replicate(),)
         for write in (
-            lambda: whole(mesh).mul_(rows(mesh, (4, 1))),
             lambda: spread(integers((3,)), Layout(mesh, [Partial()], (3,))).exp_(),
             lambda: spread(integers((3,)), Layout(mesh, [Partial()], (3,))).fill_(1),
             lambda: rows(mesh, (1, 6)).add_(rows(mesh)),
@@ -336,4 +338,4 @@ def test_meta_tensors_on_an_abstract_mesh_show_what_a_large_run_would_do() -> No
     assert made.placements == (Shard(0), Partial())
     assert made.redistribute(placements=[Shard(0), Shard(1)]).to_local().shape == (2, 512, 1024)
     with pytest.raises(OperatorError, match="'tp'"):
-        F.linear(F.linear(hidden, up), meta([Replicate(), Replicate()], (1024, 4096)))
+        F.linear(F.linear(hidden, up), meta([Replicate(), Shard(0)], (1024, 4096)))

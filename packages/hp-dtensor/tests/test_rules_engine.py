@@ -130,9 +130,8 @@ def test_placements_keep_their_kind_along_a_dim_that_is_only_moved() -> None:
 @pytest.mark.parametrize(
     ("layouts", "words"),
     [
-        ([on(Shard(1), (4, 6)), on(Replicate(), (8, 6))], "holds all of a dim"),
         ([on(Shard(0), (4, 6)), on(Shard(0), (8, 6))], "cut different dims"),
-        ([on(Partial(), (4, 6)), on(Shard(0), (8, 6))], "pending sums beside shards"),
+        ([on(Shard(1), (4, 6)), on(StridedShard(1, 3), (8, 6))], "the same dim in different ways"),
         ([on(Replicate(), (4, 6)), on(Replicate(), (8, 5))], "size 5 where"),
     ],
 )
@@ -149,6 +148,34 @@ def test_layouts_that_do_not_fit_are_refused_with_operator_axis_layouts_and_reme
     if "size" not in words:
         assert "mesh axis 'tp'" in text
         assert "Remedy: redistribute" in text
+
+
+def test_an_operand_that_is_whole_or_pending_is_brought_to_the_cut_of_the_others() -> None:
+    linear = parse("... i, o i -> ... o")
+    for free in (on(Replicate(), (8, 6)), on(Partial(), (8, 6)), on(Partial("avg"), (8, 6))):
+        contracted = derive("linear", linear, [on(Shard(1), (4, 6)), free])
+        assert contracted.operands[1] == on(Shard(1), (8, 6))
+        assert contracted.outputs == (on(Partial(), (4, 8)),)
+        batch = derive("linear", linear, [on(Shard(0), (4, 6)), free])
+        assert batch.operands[1] == on(Replicate(), (8, 6), Partial())
+    grouped = parse("(g r) d, g d -> (g r) d")
+    sizes = {"g": 2, "r": 3}
+    with pytest.raises(OperatorError, match="operand 0 holds all of a dim that another holds in"):
+        derive("groups", grouped, [on(Replicate(), (6, 4)), on(Shard(0), (2, 4))], sizes=sizes)
+
+
+def test_what_is_written_in_place_stays_and_masks_yield() -> None:
+    product, rows, columns = parse("..., ... -> ..."), on(Shard(0), (4, 6)), on(Shard(1), (4, 6))
+    whole = on(Replicate(), (4, 6))
+    for target in (rows, columns, whole):
+        led = derive("mul_", product, [target, rows], leader=0)
+        assert led.operands[0].placements == led.operands[1].placements == target.placements
+    masked = derive("where", product, [rows, columns], yielding=(0,))
+    assert masked.operands == (columns, columns)
+    attention = parse("q [k], q [k] -> q", linear=False)
+    assert derive("attention", attention, [whole, columns], yielding=(1,)).operands[1] == whole
+    with pytest.raises(OperatorError, match="needs whole"):
+        derive("attention", attention, [whole, columns])
 
 
 def test_a_dim_that_must_be_whole_is_refused_when_cut() -> None:

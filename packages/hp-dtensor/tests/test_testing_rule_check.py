@@ -57,9 +57,9 @@ def test_an_operator_is_run_over_all_layouts_and_refusals_are_counted() -> None:
     report = check_rule(F.linear, (integers((4, 5)), integers((2, 5), 1)))
     # R, R with gradient P, P, S(0), S(1) of two arguments.
     assert report.accepted + report.refused == 25
-    assert report.accepted >= 10
+    assert report.accepted >= 20
     assert str(report).startswith(f"linear: 1 example(s), {report.accepted} layouts agree")
-    assert "input R, weight S(1)" in str(report)
+    assert "input S(0), weight S(0)" in str(report)
 
 
 def test_plain_values_lists_and_several_outputs_are_arguments_and_results() -> None:

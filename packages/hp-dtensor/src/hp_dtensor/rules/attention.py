@@ -42,7 +42,9 @@ def _attention(call: Call) -> Recipe:
         mask = _mask_of_groups(call, rows)
     pattern = parse(text.format(mask=mask if len(call.operands) == 4 else ""), linear=False)
     names = ("query", "key", "value", "attn_mask")
-    derivation = derive(call.operator, pattern, call.layouts, sizes=sizes, names=names)
+    derivation = derive(
+        call.operator, pattern, call.layouts, sizes=sizes, names=names, yielding=(3,)
+    )
     output = derivation.outputs[0]
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:

@@ -7,7 +7,7 @@ channels cut alike give pending sums, output channels stay cut.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,6 @@ def _convolution(call: Call, *, ndim: int, transposed: bool = False) -> Recipe:
         sizes=sizes,
         names=("input", "weight", "bias")[: len(call.operands)],
     )
-    if groups == 1:
-        return Recipe(derivation.operands, derivation.outputs[0])
     at = _TRANSPOSED if transposed else _PARAMETERS
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -93,9 +91,10 @@ def _convolution(call: Call, *, ndim: int, transposed: bool = False) -> Recipe:
         local: Tensor = given["input"]
         here = local.shape[-1 - ndim]
         filters: Tensor = given["weight"]
-        if here == 0 or filters.shape[0] == 0:
-            tensors = [value for value in given.values() if isinstance(value, Tensor)]
-            return of_nothing(own_shape(derivation.outputs[0]), *tensors)
+        if 0 in local.shape or 0 in filters.shape:
+            return _without_channels(own_shape(derivation.outputs[0]), ndim, given)
+        if groups == 1:
+            return func(*args, **kwargs)
         given["groups"] = here // (filters.shape[0] // groups if transposed else filters.shape[1])
         if transposed:
             given["groups"] = max(here * groups // shape[-1 - ndim], 1)
@@ -103,6 +102,13 @@ def _convolution(call: Call, *, ndim: int, transposed: bool = False) -> Recipe:
         return found
 
     return Recipe(derivation.operands, derivation.outputs[0], run)
+
+
+def _without_channels(shape: Sequence[int], ndim: int, given: Mapping[str, Any]) -> Tensor:
+    """The sum over no channels: the bias, where this rank is the one that adds it."""
+    bias = given.get("bias")
+    found = of_nothing(shape, given["input"], given["weight"])
+    return found if bias is None else found + bias.view(-1, *[1] * ndim)
 
 
 def _without_ones(text: str, sizes: Mapping[str, int]) -> str:

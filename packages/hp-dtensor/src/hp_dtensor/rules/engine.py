@@ -4,15 +4,15 @@
 alike in every operand of its term and kept in the output stays cut; a contracted letter cut alike
 gives `Partial`; a factor of a merged dim gives `Shard` or `StridedShard`, or where ranks hold
 unequal parts `RaggedShard` or `SectionedShard`. An operand that lacks the cut letter sees only a
-summand of its gradient on each rank, so its gradient must be declared `Partial`. Everything else
-is an error.
+summand of its gradient on each rank, so its gradient must be declared `Partial`. An operand that
+is whole, or a pending sum, where another is cut is brought to that cut (`fitted`): each rank takes
+its part of what it holds, or of the sum. Everything else is an error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -26,6 +26,7 @@ from hp_dtensor.placements import (
     is_sharding,
     sharded_dims,
 )
+from hp_dtensor.rules.cut import Cut, chunk_sizes, followed
 from hp_dtensor.rules.pattern import Dim, Pattern, parse
 from hp_dtensor.rules.refusal import OperatorError, operator_error, show
 
@@ -46,42 +47,12 @@ REPLICATE = Replicate()
 PARTIAL = Partial()
 
 
-def chunk_sizes(size: int, ways: int) -> tuple[int, ...]:
-    """Lengths of the chunks of `torch.chunk`, empty ones included."""
-    step = -(-size // ways)
-    return tuple(max(min(step, size - i * step), 0) for i in range(ways))
-
-
 @frozen
 class Derivation:
     """What an operator needs and gives: layouts of every operand and of every output."""
 
     operands: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
-
-
-@frozen
-class _Cut:
-    """How one axis cuts a letter: the letter, and the placement with its dim left out."""
-
-    letter: str
-    kind: type = Shard
-    detail: Any = None
-
-    @classmethod
-    def of(cls, letter: str, placement: Placement) -> _Cut:
-        if isinstance(placement, StridedShard):
-            return cls(letter, StridedShard, placement.split_factor)
-        if isinstance(placement, SectionedShard):
-            return cls(letter, SectionedShard, placement.sections)
-        if isinstance(placement, RaggedShard):
-            return cls(letter, RaggedShard, placement.local_units)
-        return cls(letter)
-
-    def at(self, dim: int) -> Placement:
-        if self.kind is Shard:
-            return Shard(dim)
-        return self.kind((dim,) if self.kind is RaggedShard else dim, self.detail)
 
 
 def derive(
@@ -91,6 +62,8 @@ def derive(
     *,
     sizes: Mapping[str, int] | None = None,
     names: Sequence[str] | None = None,
+    leader: int | None = None,
+    yielding: Collection[int] = (),
 ) -> Derivation:
     """Layouts that `operator` needs of its operands and gives to its outputs.
 
@@ -100,12 +73,14 @@ def derive(
         layouts: one per operand, in the pattern's order, all on one mesh.
         sizes: sizes of letters that appear only inside `(...)` or only in outputs.
         names: what errors call the operands.
+        leader: the operand that stays as it is, which is written in place; the others follow it.
+        yielding: operands that follow the others where they are cut differently: masks.
 
     Raises:
         OperatorError: the layouts do not fit together; the message names the operator, operand,
             mesh axis and layouts, and what to redistribute.
     """
-    return _Solver(operator, pattern, layouts, sizes or {}, names).solve()
+    return _Solver(operator, pattern, layouts, sizes or {}, names, leader, yielding).solve()
 
 
 class _Solver:
@@ -116,10 +91,13 @@ class _Solver:
         layouts: Sequence[Layout],
         sizes: Mapping[str, int],
         names: Sequence[str] | None,
+        leader: int | None,
+        yielding: Collection[int],
     ) -> None:
         self.operator = operator
+        self.leader, self.yielding = leader, yielding
         self.pattern = pattern
-        self.layouts = tuple(layouts)
+        self.layouts = self.given = tuple(layouts)
         self.names = tuple(names or (f"operand {i}" for i in range(len(layouts))))
         if len(layouts) != len(pattern.operands):
             raise ValueError(
@@ -137,6 +115,7 @@ class _Solver:
                 )
         self.sizes = dict(sizes)
         self.bind()
+        self.layouts = self.fitted()
 
     # -- dims to letters -------------------------------------------------------------------
 
@@ -177,6 +156,50 @@ class _Solver:
             f"(shapes {[tuple(each.shape) for each in self.layouts]})"
         )
 
+    # -- operands that are whole beside shards ---------------------------------------------
+
+    def fitted(self) -> tuple[Layout, ...]:
+        """The operands as the others' cuts need them.
+
+        Where one cut is found on an axis, an operand that holds its letter by itself is cut alike,
+        and other pending sums are reduced. A factor of a merged dim is left to the checks below.
+        """
+        columns = [self.fitted_axis(axis) for axis in range(len(self.axis_names))]
+        if not any(columns):
+            return self.layouts
+        made = []
+        for i, layout in enumerate(self.layouts):
+            values, grads = list(layout.placements), list(layout.grad_placements)
+            for axis, column in enumerate(columns):
+                if i in column:
+                    values[axis] = grads[axis] = column[i]
+            try:
+                made.append(Layout(layout.mesh, values, layout.shape, grads))
+            except ValueError as error:
+                raise self.error(
+                    f"{self.names[i]} cannot be cut as the others are: {error}",
+                    "redistribute the operands to placements that they can share",
+                ) from None
+        return tuple(made)
+
+    def fitted_axis(self, axis: int) -> dict[int, Placement]:
+        """The placements that change on one axis, by operand."""
+        cuts = [self.cut(i, axis) for i in range(len(self.layouts))]
+        found = followed(cuts, self.leader, self.yielding, self.pattern.whole)
+        led = None if self.leader is None else self.layouts[self.leader].placements[axis]
+        if len(found) != 1 or isinstance(led, Partial):
+            return {}
+        (cut,) = found
+        changed: dict[int, Placement] = {}
+        for i, dims in enumerate(self.operands):
+            if i == self.leader or cuts[i] == cut:
+                continue
+            if cut is not None and (cut.letter,) in dims:
+                changed[i] = cut.at(dims.index((cut.letter,)))
+            elif cuts[i] is not None or isinstance(self.layouts[i].placements[axis], Partial):
+                changed[i] = REPLICATE
+        return changed
+
     # -- one mesh axis at a time -----------------------------------------------------------
 
     def solve(self) -> Derivation:
@@ -210,22 +233,18 @@ class _Solver:
         if len(found) > 1:
             raise self.conflict(axis, "cut different dims, or the same dim in different ways")
         cut = found.pop() if found else None
-        values = self.settle_partial(axis, values, cut)
         if cut is not None:
             return self.cut_axis(axis, values, cuts, cut)
+        values = self.settle_partial(values)
         if any(isinstance(value, Partial) for value in values):
             return self.partial_axis(values)
         return self.replicated_axis(axis)
 
-    def settle_partial(
-        self, axis: int, values: list[Placement], cut: _Cut | None
-    ) -> list[Placement]:
+    def settle_partial(self, values: list[Placement]) -> list[Placement]:
         """Partial operands that the operator is not linear in are reduced before it."""
         partial = [i for i, value in enumerate(values) if isinstance(value, Partial)]
         if not partial:
             return values
-        if cut is not None:
-            raise self.conflict(axis, "are pending sums beside shards")
         terms = [self.pattern.term_of[i] for i in partial]
         sums = all(values[i].reduce_op == "sum" for i in partial)  # type: ignore[attr-defined]
         if self.pattern.linear and sums and len(set(terms)) == len(terms):
@@ -264,7 +283,7 @@ class _Solver:
         return needed, [(PARTIAL, REPLICATE)] * len(self.outputs)
 
     def cut_axis(
-        self, axis: int, values: list[Placement], cuts: list[_Cut | None], cut: _Cut
+        self, axis: int, values: list[Placement], cuts: list[Cut | None], cut: Cut
     ) -> tuple[list[tuple[Placement, Placement]], list[tuple[Placement, Placement]]]:
         if cut.letter in self.pattern.whole:
             raise self.conflict(axis, "cut a dim the operator needs whole on every rank")
@@ -288,7 +307,7 @@ class _Solver:
         return needed, [(placement, placement) for placement in outputs]  # type: ignore[misc]
 
     def contracted_axis(
-        self, axis: int, values: list[Placement], cuts: list[_Cut | None]
+        self, axis: int, values: list[Placement], cuts: list[Cut | None]
     ) -> tuple[list[tuple[Placement, Placement]], list[tuple[Placement, Placement]]]:
         """The sum runs over ranks too. A term without the letter is given to one rank only."""
         term_of = self.pattern.term_of
@@ -308,7 +327,7 @@ class _Solver:
 
     # -- cuts ------------------------------------------------------------------------------
 
-    def cut(self, operand: int, axis: int) -> _Cut | None:
+    def cut(self, operand: int, axis: int) -> Cut | None:
         """The letter that `axis` cuts in an operand."""
         placement = self.layouts[operand].placements[axis]
         if not is_sharding(placement):
@@ -318,13 +337,13 @@ class _Solver:
         if len(dims) > 1:
             raise self.conflict(axis, f"are placed {describe(placement)}, which no pattern follows")
         if len(letters) == 1:
-            return _Cut.of(letters[0], placement)
+            return Cut.of(letters[0], placement)
         if not letters:
             # A dim of size one that broadcasts: whoever is not its holder has nothing to spread.
             raise self.conflict(axis, f"cut dim {dims[0]} of {self.names[operand]}, of size 1")
         return self.factor_cut(operand, axis, placement, letters)
 
-    def factor_cut(self, operand: int, axis: int, placement: Placement, letters: Dim) -> _Cut:
+    def factor_cut(self, operand: int, axis: int, placement: Placement, letters: Dim) -> Cut:
         """The factor of a merged dim that is cut; every rank must get whole pieces of it."""
         if isinstance(placement, RaggedShard):
             return self.ragged_factor(axis, placement, letters)
@@ -341,10 +360,10 @@ class _Solver:
             if before == outer and (self.sizes[letter] > 1 or i == len(letters) - 1):
                 ways = self.axis_sizes[axis] * rest.get(letter, 1)
                 if self.sizes[letter] % ways == 0:
-                    return _Cut(letter)
+                    return Cut(letter)
                 inner = math.prod(self.sizes[each] for each in letters[i + 1 :])
                 if self.has_whole_chunks(placement, letter, inner, ways, letters, operand):
-                    return _Cut(letter)
+                    return Cut(letter)
                 raise self.uneven(operand, axis, letter, ways)
             before *= self.sizes[letter] // left.get(letter, 1)
             if before > outer:
@@ -366,7 +385,7 @@ class _Solver:
         placements = self.layouts[operand].placements
         return sum(dim in sharded_dims(placement) for placement in placements)
 
-    def ragged_factor(self, axis: int, placement: RaggedShard, letters: Dim) -> _Cut:
+    def ragged_factor(self, axis: int, placement: RaggedShard, letters: Dim) -> Cut:
         """Shares that are whole rows of the slowest factor."""
         letter = next((each for each in letters if self.sizes[each] > 1), letters[-1])
         size, units = self.sizes[letter], sum(placement.local_units)
@@ -374,8 +393,8 @@ class _Solver:
             raise self.conflict(axis, f"cut a dim inside a block of it ({describe(placement)})")
         counts = tuple(size * u // units for u in placement.local_units)
         if counts == chunk_sizes(size, self.axis_sizes[axis]):
-            return _Cut(letter)
-        return _Cut(letter, RaggedShard, counts)
+            return Cut(letter)
+        return Cut(letter, RaggedShard, counts)
 
     def ways_before(self, operand: int, axis: int, letters: Dim) -> dict[str, int]:
         """Into how many pieces earlier axes have cut each factor already."""
@@ -386,7 +405,7 @@ class _Solver:
                 ways[cut.letter] = ways.get(cut.letter, 1) * self.axis_sizes[earlier]
         return ways
 
-    def output_cut(self, axis: int, dims: tuple[Dim, ...], cut: _Cut) -> Placement | None:
+    def output_cut(self, axis: int, dims: tuple[Dim, ...], cut: Cut) -> Placement | None:
         for dim, letters in enumerate(dims):
             if cut.letter not in letters:
                 continue
@@ -398,7 +417,7 @@ class _Solver:
             if inner == outer == 1:
                 return cut.at(dim)
             if self.is_cut_evenly(cut) and all(
-                self.is_cut_evenly(_Cut(each)) for each in letters[:at]
+                self.is_cut_evenly(Cut(each)) for each in letters[:at]
             ):
                 if outer > 1 and self.letter_ways(cut.letter) != self.axis_sizes[axis]:
                     # Two axes cut it. Strides would read as one axis after the other's pieces.
@@ -409,7 +428,7 @@ class _Solver:
             return self.uneven_cut(axis, dim, cut, outer, inner)
         return None
 
-    def uneven_cut(self, axis: int, dim: int, cut: _Cut, outer: int, inner: int) -> Placement:
+    def uneven_cut(self, axis: int, dim: int, cut: Cut, outer: int, inner: int) -> Placement:
         """A factor in unequal shares, as a cut of the merged dim."""
         if cut.kind in (StridedShard, SectionedShard):
             raise self.conflict(axis, "cut a factor of a merged dim in strides")
@@ -421,13 +440,13 @@ class _Solver:
             return SectionedShard(dim, (self.sizes[cut.letter],) * outer)
         raise self.uneven(None, axis, cut.letter, self.letter_ways(cut.letter))
 
-    def is_cut_evenly(self, cut: _Cut) -> bool:
+    def is_cut_evenly(self, cut: Cut) -> bool:
         """Whether all ranks hold equally much of a letter, in chunks; true if it is whole."""
         kinds = {found.kind for found in self.cuts_of(cut.letter)}
         ways = self.letter_ways(cut.letter)
         return kinds <= {Shard} and self.sizes[cut.letter] % ways == 0
 
-    def cuts_of(self, letter: str) -> list[_Cut]:
+    def cuts_of(self, letter: str) -> list[Cut]:
         every = (
             self.cut(i, axis)
             for axis in range(len(self.axis_names))
@@ -447,12 +466,12 @@ class _Solver:
     # -- errors ----------------------------------------------------------------------------
 
     def error(self, what: str, remedy: str = "") -> OperatorError:
-        return operator_error(self.operator, what, self.layouts, self.names, remedy)
+        return operator_error(self.operator, what, self.given, self.names, remedy)
 
     def conflict(self, axis: int, what: str) -> OperatorError:
         placed = ", ".join(
             f"{name} {describe(layout.placements[axis])}"
-            for name, layout in zip(self.names, self.layouts)
+            for name, layout in zip(self.names, self.given)
         )
         return self.error(
             f"on mesh axis {self.axis_names[axis]!r} the operands {what} ({placed})",

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hp_dtensor.layout import Layout
 from hp_dtensor.rules.dims import letters, one_dim
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.lookups import OwnDim, landed, looked_up, with_slots
+from hp_dtensor.rules.masks import selection_by, with_lists
 from hp_dtensor.rules.own_part import own_indices
 from hp_dtensor.rules.parts import Selection
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 from hp_dtensor.rules.reduction import everything
+from hp_dtensor.rules.regrouped import on_whole
 from hp_dtensor.rules.slicing import along, parsed, take_parts, write_part
 
 # -- what an index holds ---------------------------------------------------------------------------
@@ -45,14 +46,14 @@ def _refuse_masks(call: Call, items: Sequence[Any]) -> None:
     for item in items:
         if isinstance(item, Operand) and item.dtype in (torch.bool, torch.uint8):
             raise call.error(
-                "how many elements a mask selects on each rank depends on values, so no layout "
-                "describes the result",
-                "use torch.where() or masked_fill(), or redistribute tensor and mask to "
-                "Replicate() first",
+                "a mask beside other indices, or of values that are written, has no rule on "
+                "sharded or partial tensors",
+                "index with the mask alone, use torch.where() or masked_fill(), or redistribute "
+                "tensor and mask to Replicate() first",
             )
         if isinstance(item, list | bool):
             raise call.error(
-                "a list as an index has no rule on sharded or partial tensors",
+                "writing at a list of positions has no rule on sharded or partial tensors",
                 "make it a DTensor of integers",
             )
 
@@ -76,6 +77,11 @@ def _getitem(call: Call) -> Recipe | None:
         return take_parts(call, [parsed(call, index)], many=False)
     if _is_everywhere(call):
         return None
+    mask = _mask(call, index)
+    if mask is not None:
+        return selection_by(call, mask)
+    if any(isinstance(item, list) for item in items):
+        return Recipe(None, None, composite=with_lists)
     _refuse_masks(call, items)
     at, front = _tensor_dims(call, items)
     if all(_is_by_tensor(item) or item == slice(None) or item is Ellipsis for item in items):
@@ -201,12 +207,18 @@ def _unbind(call: Call) -> Recipe:
     return take_parts(call, [along(call, dim, i) for i in range(size)], many=True)
 
 
-def _diagonal_needs_whole(call: Call) -> Recipe:
+def _diagonal(call: Call) -> Recipe:
     """Both dims of the diagonal are whole."""
     ndim = len(call.input.shape)
     first = call.get("dim1", 0 if call.operator == "diagonal" else -2) % ndim
     second = call.get("dim2", 1 if call.operator == "diagonal" else -1) % ndim
-    names = letters(ndim)
+    both = (first, second)
+    return on_whole(call, both, partial(_diagonal_of, dims=both), returns=False, view=True)
+
+
+def _diagonal_of(call: Call, *, dims: tuple[int, int]) -> Recipe:
+    first, second = dims
+    names = letters(len(call.input.shape))
     rows, columns = call.input.shape[first], call.input.shape[second]
     offset = call.get("offset", 0)
     length = max(0, min(rows + min(offset, 0), columns - max(offset, 0)))
@@ -237,8 +249,12 @@ def _unfold(call: Call) -> Recipe | None:
     """Windows over a whole dim. `F.unfold`, of images, is another function."""
     if "step" not in call.arguments:
         return None
-    names = letters(len(call.input.shape))
     dim = one_dim(call)
+    return on_whole(call, (dim,), partial(_windows, dim=dim), view=True)
+
+
+def _windows(call: Call, *, dim: int) -> Recipe:
+    names = letters(len(call.input.shape))
     size, step = call.get("size"), call.get("step")
     count = (call.input.shape[dim] - size) // step + 1
     left = " ".join(f"[{name}]" if i == dim else name for i, name in enumerate(names))
@@ -286,6 +302,7 @@ def _write_masked(call: Call, mask: Operand, value: Any) -> Recipe:
         call.operator,
         parse(f"{', '.join(parts)} -> {' '.join(names)}", linear=False),
         call.layouts,
+        leader=0,
     )
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -296,7 +313,7 @@ def _write_masked(call: Call, mask: Operand, value: Any) -> Recipe:
         return result
 
     first, *rest = derivation.operands
-    return Recipe((_target(call, first), *rest), derivation.outputs[0], run)
+    return Recipe((first, *rest), derivation.outputs[0], run)
 
 
 def _write_at(
@@ -324,6 +341,7 @@ def _write_at(
             linear=accumulate and isinstance(value, Operand),
         ),
         [target, *layouts],
+        leader=0 if call.inplace else None,
     )
     first, *rest = derivation.operands
     operands = [first, *rest[1:], rest[0]] if isinstance(value, Operand) else [first, *rest]
@@ -343,13 +361,7 @@ def _write_at(
         wrote = padded.index_put(full, _in_order(given, steps, shape, before, ndim), accumulate)
         return landed(local, wrote, owns, call.inplace)
 
-    return Recipe((_target(call, first), *operands[1:]), derivation.outputs[0], run)
-
-
-def _target(call: Call, needed: Layout) -> Layout | None:
-    """What is written in place stays the object it is, whatever is declared of its gradient."""
-    same = needed.placements == call.input.layout.placements
-    return None if call.inplace and same else needed
+    return Recipe((first, *operands[1:]), derivation.outputs[0], run)
 
 
 def _flat(index: Any) -> list[Any]:
@@ -434,9 +446,7 @@ def rules() -> Mapping[str, Rule]:
         "select": Rule("select", _select, ("input", "dim", "index"), views=True),
         "unbind": Rule("unbind", _unbind, dim, views=True),
         "chunk": Rule("chunk", _chunk, ("input", "chunks", "dim"), views=True),
-        "diagonal": Rule(
-            "diagonal", _diagonal_needs_whole, ("input", "offset", "dim1", "dim2"), views=True
-        ),
+        "diagonal": Rule("diagonal", _diagonal, ("input", "offset", "dim1", "dim2"), views=True),
     }
     for name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"):
         found[name] = Rule(name, _split, ("input", "split_size", "dim"), views=True)

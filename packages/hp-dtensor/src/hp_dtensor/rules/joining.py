@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from hp_dtensor.placements import (
 )
 from hp_dtensor.rules.dims import bracketed, dims_of, letters, one_dim
 from hp_dtensor.rules.engine import chunk_sizes, derive, parse
-from hp_dtensor.rules.own_part import own_coordinate, own_indices
+from hp_dtensor.rules.own_part import of_nothing, own_coordinate, own_indices, own_shape
 from hp_dtensor.rules.parts import cutting_axes
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
+from hp_dtensor.rules.regrouped import on_whole
 
 # -- joining ---------------------------------------------------------------------------------------
 
@@ -197,11 +199,7 @@ def _pad(call: Call) -> Recipe:
     mode, value = call.get("mode", "constant"), call.get("value", None)
     cut = {dim for dim in changed if cutting_axes(call.input.layout, dim)}
     if cut and (mode != "constant" or min(amounts) < 0):
-        raise call.error(
-            f"dims {sorted(cut)} are cut, and padding in mode {mode!r} by {amounts} needs what "
-            "other ranks hold",
-            "redistribute those dims to Replicate() first",
-        )
+        return on_whole(call, sorted(changed), _pad)  # what other ranks hold is needed
     names = letters(ndim)
     sizes = {f"p{d}": call.input.shape[d] + sum(amount) for d, amount in changed.items()}
     ends = {
@@ -217,7 +215,15 @@ def _pad(call: Call) -> Recipe:
         call.operator, parse(f"{left} -> {right}", linear=linear), [source], sizes=sizes
     )
     if not ends:
-        return Recipe(derivation.operands, derivation.outputs[0])
+        made = derivation.outputs[0]
+
+        def run_whole(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+            if args[0].numel() == 0 and 0 in own_shape(made):
+                return of_nothing(own_shape(made), args[0])
+            found: Tensor = func(*args, **kwargs)
+            return found
+
+        return Recipe(derivation.operands, made, None if mode == "constant" else run_whole)
     needed = _with(
         derivation.operands[0], {axis: call.input.layout.placements[axis] for axis in ends}
     )
@@ -273,11 +279,14 @@ def reordered(call: Call, dims: Sequence[int], *, linear: bool = True, outputs: 
     return Recipe((*derivation.operands, *rest), made)
 
 
+def _moved(call: Call, dims: Sequence[int]) -> Recipe:
+    return on_whole(call, dims, partial(reordered, dims=dims))
+
+
 def _flip(call: Call) -> Recipe:
-    ndim = len(call.input.shape)
     if call.operator in ("fliplr", "flipud"):
-        return reordered(call, (1 if call.operator == "fliplr" else 0,))
-    return reordered(call, dims_of(call, ndim, "dims"))
+        return _moved(call, (1 if call.operator == "fliplr" else 0,))
+    return _moved(call, dims_of(call, len(call.input.shape), "dims"))
 
 
 def _rot90(call: Call) -> Recipe:
@@ -288,14 +297,15 @@ def _rot90(call: Call) -> Recipe:
     out = list(names)
     if call.get("k", 1) % 2:
         out[first], out[second] = out[second], out[first]
-    return _linear(call, f"{bracketed(names, {first, second})} -> {' '.join(out)}", {})
+    text = f"{bracketed(names, {first, second})} -> {' '.join(out)}"
+    return on_whole(call, (first, second), partial(_linear, text=text, sizes={}), returns=False)
 
 
 def _roll(call: Call) -> Recipe:
     ndim = len(call.input.shape)
     if call.get("dims") in (None, ()):
-        return reordered(call, tuple(range(ndim)))
-    return reordered(call, dims_of(call, ndim, "dims"))
+        return _moved(call, tuple(range(ndim)))
+    return _moved(call, dims_of(call, ndim, "dims"))
 
 
 def _triangle(call: Call) -> Recipe:

@@ -114,11 +114,8 @@ def _gather(call: Call) -> Recipe:
     _refuse_partial_index(call, "index", "indices")
     dim = one_dim(call)
     names = letters(len(source.shape))
-    for i, (a, b) in enumerate(zip(source.shape, index.shape)):
-        if i != dim and a != b:
-            raise call.error(
-                f"dim {i} of the index has size {b}, the input {a}", "narrow the input first"
-            )
+    if any(i != dim and a > b for i, (a, b) in enumerate(zip(source.shape, index.shape))):
+        return Recipe(None, None, composite=partial(_gather_some, dim=dim))
     picked = " ".join("k" if i == dim else name for i, name in enumerate(names))
     derivation = derive(
         call.operator,
@@ -138,6 +135,15 @@ def _gather(call: Call) -> Recipe:
         return _cleared(local.gather(dim, position), mine)
 
     return Recipe(derivation.operands, derivation.outputs[0], run)
+
+
+def _gather_some(input: Any, *args: Any, dim: int, **kwargs: Any) -> Any:
+    """An index of fewer rows reads the first rows of the other dims."""
+    index = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+    for i, size in enumerate(index.shape):
+        if i != dim:
+            input = input.narrow(i, 0, size)
+    return input.gather(dim, index)
 
 
 def _tensor_after(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -246,7 +252,7 @@ def _as_given(call: Call, operands: tuple[Layout, ...]) -> tuple[Layout, ...]:
     return operands if len(operands) < 3 else (operands[0], operands[2], operands[1])
 
 
-def _scatter(call: Call, *, linear: bool) -> Recipe:
+def _scatter(call: Call, *, linear: bool) -> Recipe | None:
     """The index has the input's sizes along the other dims, and is cut like the input there."""
     dim = one_dim(call)
     _refuse_partial_index(call, "index")
@@ -254,6 +260,9 @@ def _scatter(call: Call, *, linear: bool) -> Recipe:
     index = call.get("index")
     for i, (a, b) in enumerate(zip(call.input.shape, index.shape)):
         if i != dim and a != b:
+            if all(each.is_replicated and each.grad_placements == each.placements
+                   for each in call.layouts):  # fmt: skip
+                return None
             raise call.error(
                 f"dim {i} of the index has size {b}, the input {a}", "narrow the input first"
             )

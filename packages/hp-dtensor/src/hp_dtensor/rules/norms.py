@@ -145,7 +145,7 @@ def _of_everything(call: Call, needed: Layout, order: float) -> Recipe:
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
         local = args[0] if dtype is None else args[0].to(dtype)
         part = summable_norm(local, order)
-        if math.isinf(order) and part.requires_grad and torch.is_grad_enabled():
+        if math.isinf(order) and local.requires_grad and torch.is_grad_enabled():
             norm = along.reduce(part, "max" if order > 0 else "min")
             dims = tuple(range(local.ndim))
             return carried(norm, _carrier(local, part, norm, order, dims, False, along))

@@ -69,13 +69,16 @@ _CASTS = {
 def pointwise(call: Call, *, linear: bool, join: str = ",") -> Recipe:
     """Every operand broadcasts; the output is cut where an operand is."""
     layouts = [operand.layout for operand in call.operands]
+    leader = call.target if call.inplace else None
     if call.inplace and "out" in call.arguments:
-        layouts = layouts[:-1]
+        layouts, leader = layouts[:-1], None
     if any(layout.flat_dims > 1 for layout in layouts):
         recipe = _identical(call, layouts)
     else:
         pattern = parse(f" {join} ".join(["..."] * len(layouts)) + " -> ...", linear=linear)
-        derivation = derive(call.operator, pattern, layouts)
+        masks = [i for i, each in enumerate(call.operands) if each.dtype == torch.bool]
+        yielding = masks if len(masks) < len(layouts) else ()
+        derivation = derive(call.operator, pattern, layouts, leader=leader, yielding=yielding)
         recipe = Recipe(derivation.operands, derivation.outputs[0])
     if len(layouts) < len(call.operands):
         return Recipe((*(recipe.operands or ()), None), recipe.outputs)

@@ -1,0 +1,188 @@
+"""Operators along cut dims that need them whole, and elements that a mask selects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dtensor_checks import integers
+
+from hp_dtensor.dtensor import DTensor
+from hp_dtensor.implicit import implicit
+from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import (
+    Partial,
+    Placement,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+)
+from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.testing.dense_comparison import DenseCall
+from hp_dtensor.testing.lockstep import run_lockstep
+from hp_dtensor.testing.simulated_check import compare_simulated
+from hp_platform import ledger
+from hp_platform.testing import run_ranks
+
+X = torch.arange(30, dtype=torch.float64).view(5, 6).sin() * 9
+MASK = X > 1.5
+KINDS: tuple[Placement, ...] = (
+    Shard(0),
+    Shard(1),
+    StridedShard(1, 2),
+    SectionedShard(0, (1, 4)),
+    RaggedShard((1,), (0, 1, 5)),
+)
+
+ALONG: tuple[Callable[[Any], Any], ...] = (
+    lambda x: x.sort(1),
+    lambda x: x.argsort(0, descending=True),
+    lambda x: x.flip(1),
+    lambda x: x.flip((0, 1)),
+    lambda x: x.roll((1, 2), (0, 1)),
+    lambda x: x.roll(4),
+    lambda x: x.rot90(),
+    lambda x: x.median(1),
+    lambda x: x.median(),
+    lambda x: x.kthvalue(2, 1),
+    lambda x: x.quantile(0.3, 1),
+    lambda x: x.cumprod(1),
+    lambda x: x.cummax(0),
+    lambda x: x.diff(dim=1),
+    lambda x: x.unfold(1, 3, 2),
+    lambda x: x.diagonal(),
+    lambda x: F.pad(x[None], (1, 2), mode="reflect"),
+    lambda x: x.softmax(1),
+)
+
+
+def on(placement: Placement, shape: tuple[int, ...] = (5, 6), ways: int = 3) -> Layout:
+    return Layout(AbstractMesh.of({"tp": ways}), [placement], shape)
+
+
+def test_dims_that_are_cut_are_brought_together_and_the_result_back() -> None:
+    for function in ALONG:
+        call = DenseCall.of(function, [X])
+        layouts = [[on(kind)] for kind in KINDS]
+        assert compare_simulated(call, {"tp": 3}, layouts) == [None] * len(KINDS)
+
+
+def test_two_axes_on_the_dims_are_both_undone() -> None:
+    mesh = {"dp": 2, "tp": 2}
+    pairs = ((Shard(1), Shard(1)), (Shard(0), Shard(1)), (Partial(), Shard(1)))
+    layouts = [[Layout(AbstractMesh.of(mesh), pair, (5, 6))] for pair in pairs]
+    for function in ALONG[:4]:
+        assert compare_simulated(DenseCall.of(function, [X]), mesh, layouts) == [None] * 3
+
+
+def test_each_way_is_one_all_to_all_of_the_ranks_own_part() -> None:
+    def body(mesh: Any) -> list[str]:
+        x = DTensor.of_layout(torch.rand(4, 3), Layout(mesh, [Shard(1)], (4, 6)))
+        assert x.flip(1).placements == (Shard(1),)
+        with implicit(reductions=False, adjoints=False), pytest.raises(OperatorError):
+            x.flip(1)
+        written = x.sort(1).values
+        written[:, :2] = 0.0
+        with pytest.raises(OperatorError, match="write would be lost"):
+            x.unfold(1, 3, 2).zero_()
+        return []
+
+    run_lockstep(body, {"tp": 2})
+
+    def real() -> list[tuple[str, int]]:
+        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = DTensor.of_layout(torch.rand(4, 3), Layout(mesh, [Shard(1)], (4, 6)))
+        with ledger() as log:
+            x.flip(1)
+        return [(record.operation, record.bytes) for record in log.records]
+
+    assert run_ranks(real, 2)[0] == [("all_to_all", 48)] * 2
+
+
+SELECTIONS: tuple[Callable[[Any, Any], Any], ...] = (
+    lambda x, m: x[m],
+    lambda x, m: x.masked_select(m),
+    lambda x, m: (x[m] * 2).sum(),
+    lambda x, m: torch.where(m, x, 0.0),
+    lambda x, m: x.masked_fill(m, -1.0),
+    lambda x, m: (x * 1).masked_fill_(m, -1.0),
+)
+
+
+def test_a_mask_may_be_cut_otherwise_than_what_it_selects_from() -> None:
+    tried = (*KINDS[::2], Replicate())
+    pairs = [[on(kind), on(other)] for kind in tried for other in tried]
+    for function in SELECTIONS:
+        call = DenseCall.of(function, [X, MASK])
+        assert compare_simulated(call, {"tp": 3}, pairs) == [None] * len(pairs)
+
+
+def test_a_mask_of_rows_or_of_nothing_selects_rows() -> None:
+    for mask in (X[:, 0] > 0, torch.zeros(5, dtype=torch.bool)):
+        call = DenseCall.of(lambda x, m: x[m], [X, mask])
+        pairs = [[on(kind), on(Shard(0), (5,))] for kind in (*KINDS, Replicate())]
+        assert compare_simulated(call, {"tp": 3}, pairs) == [None] * len(pairs)
+
+
+def test_rows_that_a_mask_selects_stay_where_they_are() -> None:
+    def body(mesh: Any) -> None:
+        local = torch.arange(2.0) + 2 * mesh.own_rank
+        x = DTensor.of_layout(local, Layout(mesh, [Shard(0)], (6,)))
+        assert x[x > 0.5].placements == (RaggedShard((0,), (1, 2, 2)),)
+        refusal = pytest.raises(OperatorError, match=r"depends on values.*Remedy: use torch.where")
+        with implicit(reductions=False, adjoints=False), refusal:
+            x[x > 0.5]
+
+    run_lockstep(body, {"tp": 3})
+
+
+def test_attention_takes_masks_cut_in_any_way() -> None:
+    q, k = integers((2, 4, 3, 2)) / 4, integers((2, 4, 5, 2), 1) / 4
+    mask = torch.arange(120).view(2, 4, 3, 5) % 7 > 2
+    call = DenseCall.of(
+        lambda q, k, m: F.scaled_dot_product_attention(q, k, k, attn_mask=m), [q, k, mask]
+    )
+    tried = [
+        [on(Shard(1), q.shape, 2), on(Shard(1), k.shape, 2), on(each, mask.shape, 2)]
+        for each in (Shard(0), Shard(1), Shard(2), Shard(3), Replicate())
+    ]
+    assert compare_simulated(call, {"tp": 2}, tried) == [None] * 5
+
+
+def test_a_rank_without_elements_takes_part_in_the_gradient_of_a_largest_element() -> None:
+    empty = [on(RaggedShard((0,), (0, 2, 3)))]
+    for order in (float("inf"), float("-inf")):
+        call = DenseCall.of(lambda x, p=order: torch.linalg.vector_norm(x, p), [X])
+        assert compare_simulated(call, {"tp": 3}, [empty]) == [None]
+
+
+def test_a_rank_without_channels_adds_the_bias_once() -> None:
+    image, filters, bias = integers((2, 2, 6)), integers((4, 2, 3), 1), integers((4,), 2)
+    call = DenseCall.of(F.conv1d, [image, filters, bias])
+    ranks = RaggedShard((1,), (0, 1, 1))
+    layouts = [[on(ranks, (2, 2, 6)), on(other, (4, 2, 3)), on(Replicate(), (4,))] for other in
+               (ranks, Replicate())]  # fmt: skip
+    assert compare_simulated(call, {"tp": 3}, layouts) == [None, None]
+
+
+def test_values_written_at_positions_get_their_share_of_a_whole_gradient() -> None:
+    """The target's gradient is whole, the value's declared a summand."""
+    at = torch.tensor([0, 3])
+
+    def write(x: Any, i: Any, v: Any) -> Any:
+        target = x * 1
+        target[i] = v
+        return target
+
+    call = DenseCall.of(write, [X, at, integers((2, 6))])
+    mesh = AbstractMesh.of({"tp": 3})
+    summand = Layout(mesh, [Replicate()], (2, 6), [Partial()])
+    for value in (summand, on(Shard(1), (2, 6)), on(Partial(), (2, 6))):
+        tried = [on(Replicate()), on(Replicate(), (2,)), value]
+        assert compare_simulated(call, {"tp": 3}, [tried]) == [None]
