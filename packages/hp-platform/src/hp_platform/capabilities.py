@@ -73,8 +73,11 @@ HCCL = Capabilities(
 )
 # PyTorch's fake backend moves nothing; it serves dry runs that count calls and bytes.
 FAKE = Capabilities("fake", _ALL, _ALL, Uneven.LIST, Uneven.LIST)
+# PyTorch's tests run ranks as threads of one process with this one, which has no list forms of
+# different lengths, no rooted reduction, and no sends.
+THREADED = Capabilities("threaded", _ALL, _ALL, Uneven.PADDED, Uneven.PADDED)
 
-TABLE = {row.backend: row for row in (GLOO, NCCL, HCCL, FAKE)}
+TABLE = {row.backend: row for row in (GLOO, NCCL, HCCL, FAKE, THREADED)}
 
 
 def capabilities_of(backend: str, device_type: str) -> Capabilities | None:
