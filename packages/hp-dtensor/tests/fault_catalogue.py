@@ -42,6 +42,7 @@ from faulty_modules import (
     Mixes,
     NonLinear,
     OwnFunction,
+    OwnLabels,
     OwnMean,
     OwnScale,
     Redistributes,
@@ -332,8 +333,10 @@ FAULTS: dict[str, Fault] = {
     "boundary of the head missing": Fault(
         without_boundary("head"), "in module head|in module \\(root\\)"
     ),
-    "boundary of the model missing": Fault(
-        without_boundary(""), r"cross_entropy: a plain tensor.*in module \(root\)"
+    "labels that lost their layout": Fault(
+        without_boundary(""),
+        r"cross_entropy: a plain tensor.*in module \(root\)",
+        model=OwnLabels,
     ),
     "boundary of a norm missing": Fault(
         both(

@@ -13,6 +13,7 @@ from hp_dtensor.dispatch import move
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe
 from hp_dtensor.transition import Transition
+from hp_dtensor.whole_values import unfollowed
 from hp_dtensor.wrapper import Wrapper
 from hp_platform.collectives import Origin
 
@@ -30,7 +31,8 @@ class Differentiable(Wrapper):
         if layout == self._layout:
             return self
         transition = Transition.compile(self._layout, layout)
-        return self._of(move(transition, self._checked_local(), _ORIGIN), layout)
+        with unfollowed():
+            return self._of(move(transition, self._checked_local(), _ORIGIN), layout)
 
     @property
     def requires_grad(self) -> bool:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor import extreme
+from hp_dtensor.cut_size import CutSize
 from hp_dtensor.implicit import allowed, any_requires_grad
 from hp_dtensor.layout import Layout
-from hp_dtensor.operands import operands_of
+from hp_dtensor.operands import is_known_whole, operands_of
 from hp_dtensor.operator_plan import Plan, Step, plans_of
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
 from hp_dtensor.rules.recipe import (
@@ -33,6 +34,7 @@ from hp_dtensor.rules.recipe import (
 )
 from hp_dtensor.rules.table import rule_for
 from hp_dtensor.transition import Transition
+from hp_dtensor.whole_values import mark_whole
 from hp_platform.collectives import Origin
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ def _key(value: Any, found: list[Tensor]) -> Any:
         return slice, value.start, value.stop, value.step
     if isinstance(value, tuple | list):  # torch.Size and other sequences
         return kind, tuple([_key(item, found) for item in value])
+    if kind is CutSize:
+        return kind, int(value), value.cut
     return kind, value
 
 
@@ -114,7 +118,7 @@ def _tensor_key(value: Any) -> Any:
 
 
 def _plain_key(value: Tensor) -> Any:
-    taken = allowed().plain
+    taken = allowed().plain, is_known_whole(value)
     return "plain", tuple(value.shape), value.dtype, value.requires_grad, taken
 
 
@@ -378,8 +382,10 @@ def _written(plan: Plan, found: Sequence[Tensor]) -> Any:
     """Operators in place return the object that was written."""
     targets = [found[index] for index in plan.call.targets]
     for target in targets:
-        if hasattr(target, "_local"):  # a plain one, where a mesh of one rank takes it whole
+        if hasattr(target, "_local"):
             target._follow_local()  # type: ignore[attr-defined]
+        else:  # a plain one that is taken whole, and stays so
+            mark_whole(target)
     return targets if plan.call.returns_list else targets[0]
 
 

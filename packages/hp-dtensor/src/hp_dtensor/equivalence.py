@@ -189,7 +189,7 @@ def check_gradients(
         model.load_state_dict(state)
         parallelize(model, plan, mesh, mode=mode)  # type: ignore[arg-type]
         if mode == "production":
-            trace_places(model, refuse_implicit=False)
+            trace_places(model)
         runs[mode] = _run_mode(model, plan, axes, mode, batch, loss_fn)
     reference = "dense" if dense else "validate"
     return _compare(runs, reference, mesh, rtol, atol)

@@ -25,8 +25,10 @@ from torch.utils import _pytree as pytree
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.implicit import implicit
 from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.operands import is_known_whole
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
+from hp_dtensor.whole_values import mark_whole
 
 __all__ = ["MetaReport", "validate_on_meta"]
 
@@ -160,7 +162,7 @@ class _PlainValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            # A plain tensor may stand beside DTensors on a mesh of one rank.
+            # A plain tensor may stand beside DTensors where it is known to be whole.
             args, kwargs = pytree.tree_map_only(Tensor, _beside, (args, kwargs))
         else:
             args = tuple([_CPU if _is_meta(value) else value for value in args])
@@ -169,8 +171,12 @@ class _PlainValues(TorchFunctionMode):
 
 
 def _beside(tensor: Tensor) -> Tensor:
-    plain = not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.ndim > 0
-    return tensor.to("meta") if plain else tensor
+    if isinstance(tensor, DTensor) or tensor.is_meta or tensor.ndim == 0:
+        return tensor
+    unvalued = tensor.to("meta")
+    if is_known_whole(tensor):
+        mark_whole(unvalued)
+    return unvalued
 
 
 _CPU = torch.device("cpu")

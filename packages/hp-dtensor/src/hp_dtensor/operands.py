@@ -12,15 +12,16 @@ from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import Layout
 from hp_dtensor.rules.engine import OperatorError, operator_error
 from hp_dtensor.rules.recipe import Operand
+from hp_dtensor.whole_values import current_values
 
-__all__ = ["operands_of"]
+__all__ = ["is_known_whole", "operands_of"]
 
 
 def operands_of(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     """The tensors with their layouts; refuses what has none."""
     layouts = [getattr(tensor, "_layout", None) for tensor in found]
     first = next(layout for layout in layouts if layout is not None)
-    if allowed().plain:
+    if any(layout is None for layout in layouts):
         layouts = [_taken_whole(t, each, first) for t, each in zip(found, layouts)]
     operands = []
     for index, (tensor, layout) in enumerate(zip(found, layouts)):
@@ -36,11 +37,20 @@ def operands_of(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     return tuple(operands)
 
 
+def is_known_whole(tensor: Tensor) -> bool:
+    """Whether a plain tensor is known to be the same on every rank."""
+    values = current_values()
+    return values is not None and values.holds(tensor)
+
+
 def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layout | None:
-    """The layout of a plain tensor beside DTensors on a mesh of one rank."""
-    whole = beside.abstract_mesh.world_size == 1 and not isinstance(tensor, TorchDTensor)
-    if layout is not None or not whole:
+    """The layout of a plain tensor beside DTensors: replicated if it is known to be, or if there
+    is one rank."""
+    if layout is not None or isinstance(tensor, TorchDTensor):
         return layout
+    alone = allowed().plain and beside.abstract_mesh.world_size == 1
+    if not alone and not is_known_whole(tensor):
+        return None
     return Layout(beside.mesh, [Replicate()] * len(beside.placements), tuple(tensor.shape))
 
 

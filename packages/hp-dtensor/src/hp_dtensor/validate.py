@@ -9,30 +9,26 @@ would not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hp_dtensor.checked_boundary import CheckedEntry, CheckedExit, Likes
 from hp_dtensor.contracts import (
     Argument,
-    ContractError,
     Crossing,
     ModelAxes,
-    describe_contract,
     global_shape,
-    has_tensor,
     layout_under,
-    map_tensors,
-    write_output,
 )
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
 from hp_dtensor.implicit import implicit
+from hp_dtensor.known_at_start import KnownAtStart
 from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial
 from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, RegionKind, ShardingPlan
 from hp_dtensor.production import (
@@ -43,15 +39,12 @@ from hp_dtensor.production import (
     local_part,
     localize,
 )
-from hp_dtensor.region_contracts import check_like, mismatch, unvalued
+from hp_dtensor.region_contracts import unvalued
 from hp_dtensor.regions import install_region
 from hp_dtensor.settlement import needs_settlement
-from hp_platform import Origin
+from hp_dtensor.whole_values import WholeValues, current_values, following
 
 __all__ = ["apply_validate", "opaque_regions", "trace_places"]
-
-_PRODUCER = "_hp_producer"
-"""Attribute of a DTensor that a boundary has handed out: the boundary's name, and the contract."""
 
 
 def apply_validate(
@@ -64,7 +57,7 @@ def apply_validate(
     opaque = opaque_regions(plan)
     valued = not any(parameter.is_meta for parameter in module.parameters())
     settled = _wrap_parameters(module, plan, axes, opaque)
-    trace_places(module, refuse_implicit=True, plain=axes.abstract.world_size == 1)
+    _follow(module, plan, axes, opaque)
     for boundary in plan.boundaries:
         target = module.get_submodule(boundary.module)
         if _inside(boundary.module, opaque - {boundary.module}):
@@ -153,31 +146,56 @@ def _mark_settled(parameter: Any, layout: Layout) -> None:
     parameter.grad = DTensor.of_layout(parameter.to_local().grad, whole)
 
 
-def trace_places(module: nn.Module, *, refuse_implicit: bool, plain: bool = False) -> None:
-    """Errors inside a module's forward name the module.
-
-    With `refuse_implicit` an operator that would have to communicate by itself is an error; with
-    `plain`, on a mesh of one rank, a plain tensor is taken for the whole one that it is.
-    """
+def trace_places(module: nn.Module) -> None:
+    """Errors inside a module's forward name the module."""
     for name, child in module.named_modules():
-        child.forward = _placed(child.forward, name, refuse_implicit and child is module, plain)
+        child.forward = _placed(child.forward, name)
 
 
-def _placed(
-    forward: Callable[..., Any], name: str, refuse_implicit: bool, plain: bool
-) -> Callable[..., Any]:
+def _placed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            if not refuse_implicit:
-                return forward(*args, **kwargs)
-            with implicit(reductions=False, adjoints=False, plain=plain):
-                return forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         except Exception as error:
             if not getattr(error, "_hp_placed", False):
                 error.add_note(f"in module {name or '(root)'}")
                 error._hp_placed = True  # type: ignore[attr-defined]
             raise
+
+    return call
+
+
+def _follow(module: nn.Module, plan: ShardingPlan, axes: ModelAxes, opaque: frozenset[str]) -> None:
+    """Within any forward of the module, an operator that would have to communicate by itself is an
+    error, and what is known to be the same on every rank is followed.
+
+    A mesh of one rank takes any plain tensor for the whole one that it is.
+    """
+    values = WholeValues()
+    outside = [child for name, child in module.named_modules() if not _inside(name, opaque)]
+    start = KnownAtStart(outside, plan, axes, values)
+    alone = axes.abstract.world_size == 1
+    for name, child in module.named_modules():
+        known = start if child is module else None
+        child.forward = _placed(_followed(child.forward, values, known, alone), name)
+
+
+def _followed(
+    forward: Callable[..., Any], values: WholeValues, start: KnownAtStart | None, alone: bool
+) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # A part of the module may be run by itself, as recomputation in backward does.
+        if current_values() is values:
+            return forward(*args, **kwargs)
+        with implicit(reductions=False, adjoints=False, plain=alone), following(values):
+            if start is None:
+                return forward(*args, **kwargs)
+            start.begin(args, kwargs)
+            result = forward(*args, **kwargs)
+            start.end()
+            return result
 
     return call
 
@@ -210,7 +228,6 @@ def _install(
 
 
 Inputs = Sequence[tuple[Argument, Crossing]]
-Likes = Mapping[str, tuple[Argument, Crossing]]
 
 
 def _arguments(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> Inputs:
@@ -268,226 +285,3 @@ def _stand_in(
         return made
 
     return forward
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """The same on the meta device, whatever device a mode would choose."""
-    with torch._C.DisableTorchFunction():
-        return tensor.to("meta")
-
-
-class _Check:
-    """Compares a tensor with a contract, and moves it along a crossing."""
-
-    def __init__(
-        self,
-        name: str,
-        axes: ModelAxes,
-        opaque: bool,
-        valued: bool,
-    ) -> None:
-        self.name, self.mesh, self.opaque, self.valued = name, axes.mesh, opaque, valued
-        self.origin = Origin("hp_dtensor", name, "forward")
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self
-
-    def _present(self, crossing: Crossing, value: Any) -> bool:
-        if has_tensor(value):
-            return True
-        if value is None and crossing.spec.optional:
-            return False
-        found = "missing" if value is None else f"a {type(value).__name__}"
-        raise ContractError(
-            f"{crossing.name}: expected {self._declared(crossing)}, found {found}; declare it "
-            "optional in the plan if the module may leave it out"
-        )
-
-    def _declared(self, crossing: Crossing) -> str:
-        return describe_contract(crossing.source, crossing.abstract)
-
-    def _wrapped(self, crossing: Crossing, tensor: Tensor) -> DTensor:
-        """A plain tensor taken as the declared source layout."""
-        shape = global_shape(crossing.source, crossing.abstract, tuple(tensor.shape))
-        if not self.valued:
-            tensor = _without_values(tensor)
-        return DTensor.of_layout(tensor, layout_under(crossing.source, self.mesh, shape))
-
-    def _check(self, crossing: Crossing, tensor: DTensor) -> None:
-        if tensor.layout.mesh != self.mesh:
-            raise ContractError(
-                f"{crossing.name}: the tensor is on mesh {tensor.layout.abstract_mesh}, the plan's "
-                f"model axes are {AbstractMesh.of(self.mesh)}"
-            )
-        text = mismatch(crossing.source, tensor)
-        if text is not None:
-            raise ContractError(
-                f"{crossing.name}: {text}{self._made_by(tensor)}; correct one of the contracts in "
-                "the plan"
-            )
-
-    def _made_by(self, tensor: DTensor) -> str:
-        producer = getattr(tensor, _PRODUCER, None)
-        if producer is None:
-            return ", made by operators since the last boundary"
-        name, contract, mesh = producer
-        return f", made by {name}, which declares {describe_contract(contract, mesh)} outside"
-
-    def _move(self, crossing: Crossing, tensor: DTensor) -> DTensor:
-        transition = crossing.from_global_shape(tensor.layout.shape)
-        local = transition.apply(tensor.to_local(), origin=self.origin)
-        return DTensor.of_layout(local, transition.target)
-
-    def _lost(self, crossing: Crossing, tensor: Tensor, remedy: str) -> ContractError:
-        return ContractError(
-            f"{crossing.name}: a plain tensor of shape {tuple(tensor.shape)} arrived where "
-            f"{self._declared(crossing)} is declared: it lost its layout (to_local, full_tensor, "
-            f"numpy, .data or code outside torch functions); {remedy}"
-        )
-
-
-class CheckedEntry(_Check):
-    """Forward pre-hook: inputs must be `outside`, and become `inside`."""
-
-    def __init__(
-        self,
-        name: str,
-        inputs: Sequence[tuple[Argument, Crossing]],
-        axes: ModelAxes,
-        opaque: bool,
-        valued: bool,
-    ) -> None:
-        super().__init__(name, axes, opaque, valued)
-        self.inputs = tuple(inputs)
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for argument, crossing in self.inputs:
-            value = argument.read(args, kwargs)
-            if self._present(crossing, value):
-                inside = map_tensors(functools.partial(self._enter, crossing), value)
-                args, kwargs = argument.write(args, kwargs, inside)
-        if self.opaque:
-            args = tuple(self._undeclared(index, value) for index, value in enumerate(args))
-            kwargs = {name: self._undeclared(name, value) for name, value in kwargs.items()}
-        return args, kwargs
-
-    def _enter(self, crossing: Crossing, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            self._check(crossing, tensor)
-        elif crossing.spec.plain:
-            tensor = self._wrapped(crossing, tensor)
-        else:
-            raise self._lost(
-                crossing, tensor, "keep it a DTensor, or declare it plain if it has no layout"
-            )
-        moved = self._move(crossing, tensor)
-        return moved.to_local() if self.opaque else moved
-
-    def _undeclared(self, position: object, value: Any) -> Any:
-        """An argument that no contract declares: the whole tensor, as in production, if it is one
-        and has no gradient; else refused."""
-        if not _has_dtensor(value):
-            return value
-
-        def whole(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, DTensor):
-                return tensor
-            if tensor.layout.is_replicated and not tensor.requires_grad:
-                return tensor.to_local()
-            raise ContractError(
-                f"boundary {self.name}: argument {position!r} of the opaque region is a DTensor "
-                "that no contract declares; declare it in the plan"
-            )
-
-        return map_tensors(whole, value)
-
-
-class CheckedExit(_Check):
-    """Forward hook: outputs must be `inside`, and become `outside`."""
-
-    def __init__(
-        self,
-        name: str,
-        outputs: Sequence[Crossing],
-        axes: ModelAxes,
-        opaque: bool,
-        valued: bool,
-        likes: Likes,
-    ) -> None:
-        super().__init__(name, axes, opaque, valued)
-        self.outputs = tuple(outputs)
-        self.likes = likes
-
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> Any:
-        declared = {crossing.spec.where for crossing in self.outputs}
-        if self.opaque:
-            self._refuse_undeclared(output, declared)
-        for crossing in self.outputs:
-            value = crossing.read(output)
-            if self._present(crossing, value):
-                self._check_like(crossing, args, kwargs, value)
-                outside = map_tensors(functools.partial(self._leave, crossing), value)
-                output = write_output(output, crossing.spec.where, outside)
-        return output
-
-    def _check_like(
-        self, crossing: Crossing, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
-    ) -> None:
-        if not self.opaque or crossing.spec.where not in self.likes:
-            return
-        argument, source = self.likes[crossing.spec.where]
-        model = argument.read(args, kwargs)
-        if isinstance(model, Tensor) and isinstance(value, Tensor):
-            given = global_shape(source.target, source.abstract, tuple(model.shape))
-            shape = global_shape(crossing.source, crossing.abstract, tuple(value.shape))
-            check_like(crossing.name, source.spec.where, given, shape, model.dtype, value.dtype)
-
-    def _leave(self, crossing: Crossing, tensor: Tensor) -> Tensor:
-        if isinstance(tensor, DTensor):
-            if self.opaque:
-                raise ContractError(
-                    f"{crossing.name}: an opaque region returned a DTensor; inside it everything "
-                    "is plain and local"
-                )
-            self._check(crossing, tensor)
-        elif self.opaque or crossing.spec.plain:
-            tensor = self._wrapped(crossing, tensor)
-        else:
-            raise self._lost(
-                crossing, tensor, "keep it a DTensor, or declare the module an opaque region"
-            )
-        moved = self._move(crossing, tensor)
-        if crossing.spec.plain:
-            return moved.to_local()
-        setattr(moved, _PRODUCER, (f"boundary {self.name}", crossing.target, crossing.abstract))
-        return moved
-
-    def _refuse_undeclared(self, output: Any, declared: set[str]) -> None:
-        if "" in declared:
-            return
-        parts = output.items() if isinstance(output, Mapping) else enumerate(_as_tuple(output))
-        for where, value in parts:
-            if str(where) not in declared and has_tensor(value):
-                raise ContractError(
-                    f"boundary {self.name}: output {str(where)!r} of the opaque region is declared "
-                    "by no contract; declare it in the plan"
-                )
-
-
-def _as_tuple(output: Any) -> tuple[Any, ...]:
-    return tuple(output) if isinstance(output, tuple | list) else (output,)
-
-
-def _has_dtensor(value: Any) -> bool:
-    found = []
-
-    def look(tensor: Tensor) -> Tensor:
-        found.append(isinstance(tensor, DTensor))
-        return tensor
-
-    map_tensors(look, value)
-    return any(found)

@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hp_dtensor.cut_size import sizes_of
 from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.whole_values import current_values
 
 __all__ = ["Wrapper"]
 
@@ -90,7 +92,9 @@ class Wrapper(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        """The global shape."""
+        """The global shape; in validate mode its numbers know which axes cut them."""
+        if current_values() is not None:
+            return sizes_of(self._layout)
         return torch.Size(self._layout.shape)
 
     @property
@@ -106,7 +110,7 @@ class Wrapper(torch.Tensor):
         return self._local.device
 
     def size(self, dim: int | None = None) -> Any:
-        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
+        return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         return len(self._layout.shape)

@@ -8,8 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from attrs import evolve
 from torch import Tensor
 
+from hp_dtensor.cut_size import CutSize, sizes_of
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, Replicate, Shard
 from hp_dtensor.rules.dims import dims_of, letters
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.own_part import own_shape
@@ -248,7 +252,7 @@ def _movedim(call: Call) -> Recipe:
 def _expand(call: Call) -> Recipe:
     """New leading dims, and dims of size one made larger; others stay as they are cut."""
     shape = call.input.shape
-    sizes = tuple(int(size) for size in call.get("size"))
+    sizes = tuple(call.get("size"))
     extra = len(sizes) - len(shape)
     if extra < 0:
         raise call.error(
@@ -272,6 +276,8 @@ def _expand(call: Call) -> Recipe:
             left.append(f"d{i}")
             right.append(f"d{i}")
     recipe = _single(call, f"{' '.join(left)} -> {' '.join(right)}", new)
+    spread = [dim for dim, letter in enumerate(right) if letter in new]
+    recipe = _spread_as_cut(recipe, {dim: sizes[dim] for dim in spread})
     local_shape = own_shape(recipe.outputs)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -280,9 +286,34 @@ def _expand(call: Call) -> Recipe:
     return Recipe(recipe.operands, recipe.outputs, run)
 
 
+def _spread_as_cut(recipe: Recipe, sizes: Mapping[int, int]) -> Recipe:
+    """A dim spread to the size of a dim that is cut: each rank makes its part only.
+
+    What comes back to the operand is then the gradient of the rank's part, a summand.
+    """
+    output: Layout = recipe.outputs
+    values, grads = list(output.placements), list(output.grad_placements)
+    taken: list[int] = []
+    for dim, size in sizes.items():
+        if isinstance(size, CutSize) and all(values[axis] == Replicate() for axis in size.cut):
+            for axis in size.cut:
+                values[axis] = grads[axis] = Shard(dim)
+                taken.append(axis)
+    if not taken or recipe.operands is None:
+        return recipe
+    operand, *rest = recipe.operands
+    assert operand is not None
+    needed = [Partial() if a in taken else g for a, g in enumerate(operand.grad_placements)]
+    return evolve(
+        recipe,
+        operands=(operand.with_placements(operand.placements, needed), *rest),
+        outputs=Layout(output.mesh, values, output.shape, grads),
+    )
+
+
 def _expand_as(call: Call) -> Recipe:
-    target = call.get("other").shape
-    arguments = {**call.arguments, "size": target}
+    target: Operand = call.get("other")
+    arguments = {**call.arguments, "size": sizes_of(target.layout)}
     return _expand(Call(call.operator, call.operands, arguments))
 
 
