@@ -55,11 +55,8 @@ class Evidence:
 
 
 def dense_call(example: Example) -> DenseCall:
-    """With gradients, where the function has a derivative in its arguments."""
-    try:
-        return DenseCall.of(example.call, example.args)
-    except (NotImplementedError, RuntimeError):
-        return DenseCall.of(example.call, example.args, gradients=False)
+    """With gradients, unless torch has none; a dense call that fails otherwise is an error."""
+    return DenseCall.of(example.call, example.args, gradients=example.has_derivative)
 
 
 def draws_of(call: DenseCall, mesh: AbstractMesh, count: int, seed: int) -> list[Sequence[Layout]]:

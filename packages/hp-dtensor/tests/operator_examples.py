@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from hp_dtensor.rules.recipe import is_inplace
+from hp_dtensor.rules.recipe import is_inplace, words
 from hp_dtensor.rules.table import functions_named, named
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -348,6 +348,19 @@ UNTRIED: Mapping[str, str] = {
 }
 """Rules without an example here, and why."""
 
+WITHOUT_DERIVATIVE = words(
+    """
+    acosh_ asinh_ atanh_ arccosh_ arcsinh_ arctanh_ floor_divide floor_divide_ __floordiv__
+    __rfloordiv__ __ifloordiv__ __rmod__ heaviside heaviside_ igamma igamma_ igammac igammac_
+    gammainc gammaincc zeta
+    """
+)
+"""Functions for which torch has no derivative in some of their arguments, and says so: "the
+derivative for ... is not implemented". Only their values are compared."""
+
+DETACHED: Mapping[str, tuple[int, ...]] = {"batch_norm": (1, 2), "soft_margin_loss": (1,)}
+"""Positions of arguments that take no gradient."""
+
 
 @frozen
 class Example:
@@ -363,6 +376,10 @@ class Example:
     function: Callable[..., Any]
     call: Callable[..., Any]
     args: tuple[Any, ...]
+
+    @property
+    def has_derivative(self) -> bool:
+        return self.function.__name__.removeprefix("special_") not in WITHOUT_DERIVATIVE
 
     @property
     def label(self) -> str:
@@ -390,7 +407,7 @@ def arguments_of(name: str) -> tuple[Arguments, ...]:
 def example_of(name: str, function: Callable[..., Any]) -> Example | None:
     """The first arguments that the dense function takes."""
     for args, kwargs in arguments_of(name):
-        call = _call(function, kwargs)
+        call = _call(function, kwargs, DETACHED.get(name, ()))
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -402,10 +419,13 @@ def example_of(name: str, function: Callable[..., Any]) -> Example | None:
     return None
 
 
-def _call(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _call(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], detached: tuple[int, ...]
+) -> Callable[..., Any]:
     writes = is_inplace(function.__name__)
 
     def call(*args: Any) -> Any:
+        args = tuple(each.detach() if i in detached else each for i, each in enumerate(args))
         if not writes:
             return function(*args, **kwargs)
         target = args[0].clone()

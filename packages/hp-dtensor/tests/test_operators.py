@@ -7,16 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 from operator_evidence import gather_evidence
-from operator_examples import UNTRIED, Example, example_of, examples, functions_of
+from operator_examples import (
+    UNTRIED,
+    WITHOUT_DERIVATIVE,
+    Example,
+    example_of,
+    examples,
+    functions_of,
+)
 
 import hp_dtensor.dispatch
 from hp_dtensor import coverage
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Partial, Replicate
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.placements import Partial, Replicate, Shard
+from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.table import named, rule_for
+from hp_dtensor.testing.dense_comparison import DenseCall
 
 SHARES = 4
 """Into so many tests the examples of all functions are divided, each below the time limit."""
@@ -52,6 +64,29 @@ def test_every_function_with_a_rule_has_an_example_or_a_reason() -> None:
             assert rule is not None
             known = rule.name in UNTRIED or function.__name__ in UNTRIED
             assert known, f"{space}.{name} is listed as covered without an example"
+
+
+def test_functions_listed_without_a_derivative_have_none() -> None:
+    listed = [example for example in examples() if not example.has_derivative]
+    assert len(listed) >= len(WITHOUT_DERIVATIVE)
+    for example in listed:
+        with pytest.raises((NotImplementedError, RuntimeError), match="derivative for"):
+            DenseCall.of(example.call, example.args)
+
+
+def test_every_function_without_a_rule_is_refused_on_parts_with_what_where_and_a_remedy() -> None:
+    mesh = AbstractMesh.of({"tp": 2})
+    part = DTensor.of_layout(torch.zeros(2, 4), Layout(mesh, [Shard(0)], (4, 4)))
+    refused = {coverage.Status.REPLICATED, coverage.Status.REFUSED}
+    functions = [each for *_, each in coverage.functions() if coverage.status_of(each) in refused]
+    assert len(functions) > 300
+    for function in functions:
+        with pytest.raises(OperatorError) as caught:
+            DTensor.__torch_function__(function, (DTensor,), (part,), {})
+        text = str(caught.value)
+        assert text.startswith(f"{function.__name__}: "), text
+        assert "Operands: operand 0: (4, 4) tp=S(0)" in text
+        assert "Remedy: " in text
 
 
 def test_one_function_of_every_rule_agrees_with_the_dense_one_on_parts() -> None:
