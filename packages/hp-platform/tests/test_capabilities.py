@@ -23,4 +23,4 @@ def test_a_row_is_found_by_backend_and_device(backend, device_type, row):
 def test_hccl_is_never_asked_for_uneven_lists():
     assert HCCL.uneven_all_gather is not Uneven.LIST
     assert HCCL.uneven_reduce_scatter is not Uneven.LIST
-    assert set(TABLE) == {"gloo", "nccl", "hccl", "fake"}
+    assert set(TABLE) == {"gloo", "nccl", "hccl", "fake", "threaded"}
