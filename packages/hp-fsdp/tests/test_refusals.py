@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchOffload
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 from torch.distributed.tensor import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hp_fsdp
 from hp_fsdp import DataParallelMeshDims as Dims
@@ -39,6 +40,9 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         with pytest.raises(hp_fsdp.UsageError, match=r"'head.weight' was tied"):
             left_over(torch.ones(1, 2, dtype=torch.long))
         refuses("empty list", [])
+        held = nn.Linear(2, 2)
+        held.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+        refuses("'weight' is a TwoTensor: tensor subclasses", held)
         refuses("ModuleList", nn.ModuleList([nn.Linear(2, 2)]))
         linear = nn.Linear(2, 2)
         refuses("contains it", [nn.Sequential(linear), linear])

@@ -15,12 +15,13 @@ from attrs import frozen
 from torch import nn
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, layout_of
 from hp_fsdp.cut import AnyCut, Cut, SharedCut, SharedLayout, Uncut, check_source
 from hp_fsdp.data_mesh import DataMesh
-from hp_fsdp.errors import AssertedError, ShardingError
+from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hp_platform.links import Link
 
@@ -64,6 +65,7 @@ class Candidate:
 
         Raises:
             ShardingError: it cannot; the message names it.
+            NotAvailableError: it is a tensor subclass.
         """
         if isinstance(parameter, DTensor | TorchDTensor):
             kind = type(parameter)
@@ -71,6 +73,13 @@ class Candidate:
                 f"parameter {name!r} is a {kind.__module__}.{kind.__name__}: fully_shard takes "
                 "plain local parameters. Apply the plan with hp_dtensor.parallelize(..., "
                 "mode='production') first, and fully_shard only once"
+            )
+        if is_traceable_wrapper_subclass(parameter) or hasattr(parameter, "fsdp_pre_all_gather"):
+            raise NotAvailableError(
+                f"parameter {name!r} is a {type(parameter).__name__}: tensor subclasses, whose "
+                "values are not where a plain tensor's are and which may gather themselves "
+                "(fsdp_pre_all_gather), are not available. Shard the plain tensor; to gather in "
+                "another type, pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
             )
         source = layout_of(parameter)
         candidate = cls(parameter, name, owners, placement, source)
