@@ -160,11 +160,16 @@ def _windows(call: Call, ndim: int, lengths: list[int]) -> Recipe:
     )
     output = derivation.outputs[0]
 
-    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        if args[0].numel() == 0:
-            return of_nothing(own_shape(output), args[0])
-        found: Tensor = func(*args, **kwargs)
-        return found
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if args[0].numel():
+            return func(*args, **kwargs)
+        shape = own_shape(output)
+        nothing = of_nothing(shape, args[0])
+        # torch.adaptive_max_pool1d gives indices, too: one window tells.
+        one = func(args[0].new_zeros([n or 1 for n in args[0].shape]), *args[1:], **kwargs)
+        if isinstance(one, Tensor):
+            return nothing
+        return tuple(nothing if n == 0 else each.new_empty(shape) for n, each in enumerate(one))
 
     return Recipe(derivation.operands, output, None if output.is_even else run)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hp_dtensor.rules.along import axes_cutting
 from hp_dtensor.rules.engine import derive, parse
+from hp_dtensor.rules.own_part import of_nothing, own_shape
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 
 _NAMES = ("input", "weight", "bias")
@@ -132,7 +133,16 @@ def _batch_norm(call: Call) -> Recipe:
     derivation = derive(
         call.operator, parse(f"{', '.join(text)} -> {out}", linear=False), call.layouts
     )
-    return Recipe(derivation.operands, derivation.outputs[0])
+    output = derivation.outputs[0]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        if 0 in args[0].shape:
+            given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+            return of_nothing(own_shape(output), *given)
+        found: Tensor = func(*args, **kwargs)
+        return found
+
+    return Recipe(derivation.operands, output, None if output.is_even else run)
 
 
 def rules() -> Mapping[str, Rule]:
