@@ -8,7 +8,6 @@ gives its peers what they did not ask for, or leaves them waiting. `lookout` com
 from __future__ import annotations
 
 import threading
-from collections import deque
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -20,10 +19,12 @@ from hp_platform.records import Origin
 if TYPE_CHECKING:
     from hp_platform.axis import MeshAxis
 
+_NOBODY = Origin("nobody")
+
 Step = tuple[int, str, Origin]
 """Number, operation and origin of one collective."""
 
-_KEPT = 16384
+_KEPT = 1 << 13
 """Steps that can be compared with what a peer published a few seconds ago."""
 
 
@@ -45,8 +46,9 @@ class Trail:
         self.published = -1
         self.lock = threading.Lock()
         self.count = 0
-        self._steps: deque[Step] = deque(maxlen=_KEPT)
-        self._append = self._steps.append
+        # Rings, which are written to at every collective: nothing is allocated.
+        self._operations = [""] * _KEPT
+        self._origins = [_NOBODY] * _KEPT
 
     def add(self, operation: str, origin: Origin) -> None:
         """A collective is about to be issued that all ranks of the group must make.
@@ -56,13 +58,19 @@ class Trail:
         """
         if self.verdict is not None:
             raise AgreementError(self.verdict)
-        count = self.count
-        self._append((count, operation, origin))
-        self.count = count + 1
+        place = self.count & (_KEPT - 1)
+        self._operations[place] = operation
+        self._origins[place] = origin
+        self.count += 1
 
     def steps(self, last: int = _KEPT) -> list[Step]:
         """The last ones, oldest first. May be called from any thread."""
-        return list(self._steps)[-last:]  # one step of the interpreter, between two of `add`'s
+        count = self.count
+        operations, origins = self._operations.copy(), self._origins.copy()
+        # What was added meanwhile, one of them in part, has taken the place of the oldest.
+        first = max(0, count - last, self.count + 1 - _KEPT)
+        places = ((number, number & (_KEPT - 1)) for number in range(first, count))
+        return [(number, operations[place], origins[place]) for number, place in places]
 
 
 # Groups belong to the process, and so does this record, which keeps none of them alive.
