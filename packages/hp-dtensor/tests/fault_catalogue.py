@@ -53,6 +53,7 @@ from faulty_modules import (
     with_layer,
 )
 from lint_faults import LINT_FAULTS
+from module_faults import MODULE_FAULTS
 from planted_faults import (
     double_settlement,
     forgotten_adjoint,
@@ -216,9 +217,7 @@ FAULTS: dict[str, Fault] = {
     "query cut along the wrong dim": Fault(
         parameter(f"{ATTENTION}.q.weight", cut(1)), "in module layers.0.attention.q"
     ),
-    "value cut along the wrong dim": Fault(
-        parameter(f"{ATTENTION}.v.weight", cut(1)), "in module layers.0.attention.v"
-    ),
+
     "output projection left whole": Fault(
         parameter(f"{ATTENTION}.o.weight", WHOLE), "in module layers.0.attention.o"
     ),
@@ -252,7 +251,6 @@ FAULTS: dict[str, Fault] = {
         parameter(f"{ATTENTION}.q_norm.weight", cut(0)), "in module layers.0.attention.q_norm"
     ),
     "norm cut": Fault(parameter("layers.0.first.weight", cut(0)), "in module layers.0.first"),
-    "last norm cut": Fault(parameter("norm.weight", cut(0)), "in module norm"),
     "embedding cut along its features": Fault(
         parameter("embed.weight", cut(1)), r"boundary embed, output ''"
     ),
@@ -263,9 +261,7 @@ FAULTS: dict[str, Fault] = {
     "norm's gradient not declared a summand": Fault(
         parameter("layers.0.second.weight", WHOLE), "in module layers.0.second"
     ),
-    "last norm's gradient not declared a summand": Fault(
-        parameter("norm.weight", WHOLE), "in module norm"
-    ),
+
     "norm's gradient declared an average": Fault(
         parameter("layers.0.second.weight", Contract({}, {"tp": Partial("avg")})),
         "layers.0.second",
@@ -278,10 +274,7 @@ FAULTS: dict[str, Fault] = {
         changed(ATTENTION, "inputs", "x", outside=SUMMED, inside=cut(1)),
         "boundary layers.0.attention, input 'x'",
     ),
-    "swapped contract at the attention's exit": Fault(
-        changed(ATTENTION, "outputs", "0", outside=PENDING, inside=cut(1)),
-        "boundary layers.0.attention, output '0'",
-    ),
+
     "swapped contract at the embedding's exit": Fault(
         changed("embed", "outputs", "", outside=PENDING, inside=WHOLE), "boundary embed, output ''"
     ),
@@ -295,9 +288,7 @@ FAULTS: dict[str, Fault] = {
     "gather missing on entry": Fault(
         changed(ATTENTION, "inputs", "x", inside=cut(1)), "in module layers.0.attention"
     ),
-    "gather missing at the head": Fault(
-        changed("norm", "outputs", "", outside=cut(1)), "boundary head, input 'input'"
-    ),
+
     "slice missing at the first layer": Fault(
         changed("layers.0", "inputs", "x", inside=WHOLE), "boundary layers.0.first, input 'x'"
     ),
@@ -308,9 +299,7 @@ FAULTS: dict[str, Fault] = {
         changed(ATTENTION, "outputs", "0", inside=LARGEST),
         "boundary layers.0.attention, output '0'",
     ),
-    "embedding reduced with the average": Fault(
-        changed("embed", "outputs", "", inside=AVERAGED), "boundary embed, output ''"
-    ),
+
     "entry cut along the features": Fault(
         changed(ATTENTION, "inputs", "x", outside=cut(2)), "boundary layers.0.attention, input 'x'"
     ),
@@ -401,11 +390,7 @@ FAULTS: dict[str, Fault] = {
         "output of boundary layers.0.mlp",
         "report",
     ),
-    "opaque: three sections": Fault(
-        parameter(f"{MLP}.gate_up", Contract({"tp": SectionedShard(0, (8, 8, 8))})),
-        "output of boundary layers.0.mlp",
-        "report",
-    ),
+
     "opaque: down cut along the wrong dim": Fault(
         parameter(f"{MLP}.down", cut(0)), "in module layers.0.mlp"
     ),
@@ -437,6 +422,7 @@ FAULTS: dict[str, Fault] = {
         "report",
     ),
     **LINT_FAULTS,
+    **MODULE_FAULTS,
     # In this package: values, ranks, sums and keys.
     "planted: reductions take the average": Fault(same, "embed", "report", plant=wrong_reduction),
     "planted: gradients take the way of values": Fault(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from hp_dtensor import dispatch, end_of_backward, production, steps, vocabulary
 from hp_dtensor.cuts import Chunk, Runs
 from hp_dtensor.layout import Layout
+from hp_dtensor.rules.recipe import Call, Recipe, Rule
+from hp_dtensor.rules.table import rule_for
 from hp_dtensor.transition import Transition
 
 
@@ -117,3 +119,21 @@ def wrong_order_of_cut() -> AbstractContextManager[Any]:
         return right(self, runs, (index + 1) % self.count)
 
     return mock.patch.object(Chunk, "keep", wrong)
+
+
+def without_adjoints() -> AbstractContextManager[Any]:
+    """Linear layers take replicated inputs as they are, whatever sees their outputs."""
+    right = rule_for(nn.functional.linear)
+    assert right is not None
+
+    def derive(call: Call) -> Recipe | None:
+        recipe = right.derive(call)
+        return recipe and evolve(recipe, operands=None)
+
+    wrong = Rule(right.name, derive, right.parameters)
+
+    def chosen(function: Callable[..., Any]) -> Rule | None:
+        found = rule_for(function)
+        return wrong if found is right else found
+
+    return mock.patch.object(dispatch, "rule_for", chosen)

@@ -20,11 +20,13 @@ from torch.distributed.tensor import Placement, Replicate
 
 from hp_dtensor.differentiable import Differentiable
 from hp_dtensor.dispatch import dispatch
+from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
-from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.rules.engine import OperatorError, operator_error
 from hp_dtensor.shape_exchange import exchanged_shape
 from hp_dtensor.transition import Transition
+from hp_dtensor.whole_values import current_values
 
 
 class DTensor(Differentiable):
@@ -67,6 +69,9 @@ class DTensor(Differentiable):
                 f"has shape {tuple(local.shape)}, but {layout} gives it {layout.local_shape()}; "
                 "cut it as torch.chunk does, or pass the placements it really has"
             )
+        values = current_values()
+        if values is not None:  # what `to_local` gives back has lost its layout
+            values.forget(local)
         return cls._of(local, layout)
 
     @classmethod
@@ -143,10 +148,22 @@ class DTensor(Differentiable):
     # -- values ------------------------------------------------------------------------------
 
     def item(self) -> Any:
-        """The global value; where it is a pending sum or a shard, every rank must call this."""
+        """The global value; where it is a pending sum or a shard, every rank must call this.
+
+        Raises:
+            RuntimeError: there is more than one element.
+            OperatorError: the value is not on every rank, and no communication is allowed here.
+        """
         if self.numel() != 1:
             raise RuntimeError(
                 f"a DTensor with {self.numel()} elements cannot be converted to a scalar"
+            )
+        if not self._layout.is_replicated and not allowed().reductions:
+            raise operator_error(
+                "item",
+                "reading the value would communicate; in production each rank would read its own",
+                [self._layout],
+                remedy="declare the value whole at a boundary, or the code an opaque region",
             )
         with torch.no_grad():
             return self.detach().full_tensor().item()
