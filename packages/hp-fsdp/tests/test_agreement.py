@@ -53,6 +53,7 @@ POLICIES = ("per_parameter", "shared_buffer", CommPolicy("auto", Link(1e-6, 1.6e
 ACCUMULATION = ("every time", "fast tier until the last", "nothing until the last")
 # Model axes come last. Of the data axes the first replicates, if there are two.
 MESHES = {
+    1: (("dp_shard=1",), ("dp_replicate=1", "dp_shard=1")),
     2: (("dp_shard=2",), ("dp_replicate=2", "dp_shard=1"), ("dp_shard=1", "tp=2"),
         ("dp_shard=1", "ep=2")),
     4: (("dp_shard=4",), ("dp_replicate=2", "dp_shard=2"), ("dp_shard=2", "tp=2"),
@@ -237,8 +238,9 @@ def agree(world, count):
 
 
 @pytest.mark.ranks
-def test_random_combinations_have_the_gradients_of_the_dense_model():
-    agree(4, 8)
+@pytest.mark.parametrize(("world", "count"), [(1, 6), (4, 8)])
+def test_random_combinations_have_the_gradients_of_the_dense_model(world, count):
+    agree(world, count)
 
 
 @pytest.mark.ranks
