@@ -29,6 +29,8 @@ from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.table import rule_for
 from hp_dtensor.rules.views import view_pattern
 from hp_dtensor.testing import check_rule, layouts, meshes
+from hp_dtensor.testing.dense_comparison import DenseCall
+from hp_dtensor.testing.simulated_check import compare_simulated
 from hp_platform.testing import run_ranks
 
 TP = AbstractMesh(("tp",), (2,))
@@ -193,6 +195,13 @@ def test_a_merged_dim_whose_factor_is_cut_unevenly_is_cut_ragged_or_in_sections(
         return derive("view", pattern, [Layout(mesh, [Shard(dim)], shape)]).outputs[0].placements[0]
 
     assert merged((6, 4), 0) == RaggedShard((0,), (2, 2, 2, 0))
+    for shape, view in (
+        ((6, 4), lambda x: x.view(-1)),
+        ((2, 8, 4), lambda x: x.flatten(0, 1).view(2, 8, 4)),
+    ):
+        call = DenseCall.of(view, [integers(shape)])
+        layouts = [[Layout(mesh, [Shard(dim)], shape)] for dim in (0, len(shape) - 2)]
+        assert compare_simulated(call, {"tp": 4}, layouts) == [None, None]
     assert merged((3, 5), 1) == SectionedShard(0, (5, 5, 5))
     with pytest.raises(OperatorError, match=r"'tp'.*size 5, which 4 ranks cannot share equally"):
         merged((3, 5, 2), 1)

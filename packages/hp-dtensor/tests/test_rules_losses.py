@@ -34,19 +34,20 @@ def on(mesh: LockstepMesh, value: Tensor, placement: Placement) -> DTensor:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, 2.222217),
-        ({"label_smoothing": 0.1}, 2.210551),
-        ({"ignore_index": 5}, 2.355551),
-        ({"weight": WEIGHT}, 2.095551),
-        ({"weight": WEIGHT, "label_smoothing": 0.1, "ignore_index": 5}, None),
-        ({"reduction": "sum", "label_smoothing": 0.2}, None),
-        ({"reduction": "none"}, None),
+        ({}, {8: 2.222217, 7: 2.032494}),
+        ({"label_smoothing": 0.1}, {8: 2.210551, 7: 2.025827}),
+        ({"ignore_index": 5}, {8: 2.355551}),
+        ({"weight": WEIGHT}, {8: 2.095551}),
+        ({"weight": WEIGHT, "label_smoothing": 0.1, "ignore_index": 5}, {}),
+        ({"reduction": "sum", "label_smoothing": 0.2}, {}),
+        ({"reduction": "none"}, {}),
     ],
 )
 def test_every_variant_gives_the_dense_loss_and_gradients(
-    options: dict[str, Any], expected: float | None
+    options: dict[str, Any], expected: dict[int, float]
 ) -> None:
-    """Case 12, on two and three ranks (8 and 7 classes over them: even and uneven)."""
+    """Case 12, on two and three ranks (8 and 7 classes over them: even and uneven), and with whole
+    logits on every rank."""
     weight = options.get("weight")
     rest = {name: value for name, value in options.items() if name != "weight"}
 
@@ -58,12 +59,17 @@ def test_every_variant_gives_the_dense_loss_and_gradients(
             values = [logits(classes), TARGETS]
             values += [] if weight is None else [weight[:classes]]
             call = DenseCall.of(loss, values)
-            if expected is not None and classes == 8:
-                assert call.outputs[0].item() == pytest.approx(expected, abs=2e-6)
-            mesh = {"tp": ranks}
-            placed = [Layout(mesh, [Shard(1)], values[0].shape), Layout(mesh, [Replicate()], (3,))]
-            placed += [] if weight is None else [Layout(mesh, [Shard(0)], (classes,))]
-            assert compare_simulated(call, mesh, [placed]) == [None]
+            if classes in expected:
+                assert call.outputs[0].item() == pytest.approx(expected[classes], abs=2e-6)
+            mesh, whole = {"tp": ranks}, Replicate()
+            tried = [
+                [
+                    Layout(mesh, [placement], value.shape)
+                    for placement, value in zip(placements, values)
+                ]
+                for placements in ((Shard(1), whole, Shard(0)), (whole, whole, whole))
+            ]
+            assert compare_simulated(call, mesh, tried) == [None, None]
 
 
 def test_a_loss_of_ignored_targets_only_is_nan_or_zero() -> None:

@@ -322,6 +322,7 @@ def test_writing_into_a_slice_lands_or_is_refused() -> None:
 
         writes: list[tuple[Callable[[Any], Any], float]] = [
             (lambda d: d[:2].zero_(), 8),
+            (lambda d: torch.nn.init.zeros_(d[:2]), 8),
             (lambda d: d.narrow(0, 1, 2).zero_(), 8),
             (lambda d: d.chunk(2)[1].mul_(3), 32),
             (lambda d: d[1:, :2].fill_(0.0), 10),
