@@ -186,3 +186,40 @@ def test_values_written_at_positions_get_their_share_of_a_whole_gradient() -> No
     for value in (summand, on(Shard(1), (2, 6)), on(Partial(), (2, 6))):
         tried = [on(Replicate()), on(Replicate(), (2,)), value]
         assert compare_simulated(call, {"tp": 3}, [tried]) == [None]
+
+
+TWICE: tuple[Callable[[Any, Any], Any], ...] = (
+    lambda x, y: x.flip(1) * y * x,
+    lambda x, y: x.sort(1).values.cumprod(1) + y,
+    lambda x, y: x.softmax(1) * y,
+    lambda x, y: F.linear(x, y) ** 2,
+    lambda x, y: (x * y)[[0, 3]] ** 3,
+)
+
+
+def test_second_derivatives_pass_the_redistributions() -> None:
+    """The gradient of a gradient's square, where one operand is whole and the other cut."""
+    y = X.cos()
+
+    def squares(x: Any, y: Any, function: Callable[[Any, Any], Any]) -> Any:
+        (gradient,) = torch.autograd.grad((function(x, y) ** 2).sum(), x, create_graph=True)
+        return (gradient**2).sum()
+
+    for function in TWICE:
+        dense = (X.clone().div(9).requires_grad_(), y.clone().requires_grad_())
+        squares(*dense, function).backward()
+
+        def body(mesh: Any, function: Any = function, dense: Any = dense) -> None:
+            layouts = Layout(mesh, [Shard(1)], (5, 6)), Layout(mesh, [Replicate()], (5, 6))
+            placed = [
+                DTensor.of_layout(
+                    value.detach().reshape(-1)[each.owned_indices()].reshape(each.local_shape()),
+                    each,
+                ).requires_grad_()
+                for value, each in zip(dense, layouts)
+            ]
+            squares(*placed, function).backward()
+            for found, expected in zip(placed, dense):
+                torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+
+        run_lockstep(body, {"tp": 3})
