@@ -89,10 +89,11 @@ when this page is out of date. Functions are those that torch lets a tensor subc
 
 A function with a layout rule runs on sharded and partial tensors where the rule can tell the
 result's layout, and is compared with its dense result on every layout tried: the slow test
-`test_operators.py` runs an example of each function listed as covered. Where the layouts do not
-fit, and for every function without a rule, the call is refused before any communication with an
-error that names the operator, what is wrong on which mesh axis, the operands' layouts and a
-remedy.
+`test_operators.py` runs an example of each function listed as covered, with gradients unless torch
+has none. Operands that are whole, or pending sums, are brought to the cut of the others. Where
+operands are cut differently, and for every function without a rule, the call is refused before any
+communication with an error that names the operator, what is wrong on which mesh axis, the operands'
+layouts and a remedy.
 
 | | functions |
 |---|---|

@@ -21,8 +21,9 @@ class Implicit:
     """What an operator may do by itself to operands whose layouts do not fit.
 
     Attributes:
-        reductions: reduce a pending sum before an operator that is not linear in it, and turn a
-            replicated summand into a pending sum beside one. Changes values on the wire.
+        reductions: bring an operand to the layout that the others need: reduce a pending sum,
+            turn a replicated summand into one, take a part of a whole tensor, cut another dim,
+            read a value that is on no rank alone.
         adjoints: sum a gradient backward where a replicated operand meets sharded ones without
             having declared that its gradient is `Partial`.
         plain: take a plain tensor for a replicated one. On a mesh of one rank it is.
