@@ -102,7 +102,10 @@ def dry_run(
             names, sizes = ("dp_replicate", *names), (replicas, ranks // replicas)
         mesh = init_device_mesh("meta", sizes, mesh_dim_names=names)
         for _, layer in decoder_layers(model):
-            hp_fsdp.fully_shard(layer, mesh=mesh, comm_policy=comm_policy)
+            # None would keep the last layer gathered between forward and backward.
+            hp_fsdp.fully_shard(
+                layer, mesh=mesh, comm_policy=comm_policy, reshard_after_forward=True
+            )
         hp_fsdp.fully_shard(model, mesh=mesh, comm_policy=comm_policy)
         _step(model, tokens)  # records the order of gathers
         with ledger() as log:

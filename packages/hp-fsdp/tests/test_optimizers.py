@@ -43,8 +43,8 @@ def test_shards_and_their_gradients_are_found_whatever_is_gathered():
     def body(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
-        for module in (model[0], model):
-            fully_shard(module, mesh=mesh)
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh)
         model.set_reshard_after_backward(False)
         shards = list(model.parameters())
         for _ in range(2):

@@ -77,13 +77,16 @@ class Stack(nn.Module):
             x = torch.tanh(x)
         return x
 
+    def shortcut(self, x):
+        return self.layers[0](self.layers[4](x))
 
-def watched(depth, checkpointed):
+
+def watched(depth, checkpointed, reshard=None):
     """A sharded stack, and the largest number of units gathered or in flight at any time."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
     model = Stack(checkpointed=checkpointed)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh)
     model.set_prefetch_depth(depth, depth)
     units = [unit_of(layer) for layer in model.layers]
@@ -123,14 +126,16 @@ def test_at_most_depth_plus_one_units_are_gathered():
 @pytest.mark.ranks
 def test_gathers_are_issued_one_unit_ahead_and_not_in_recomputation():
     def body(rank):
-        for checkpointed in (None, "saved"):
-            model, *_ = watched(1, checkpointed)
+        for checkpointed, reshard in ((None, True), ("saved", True), (None, None), ("saved", None)):
+            model, *_ = watched(1, checkpointed, reshard)
             for _ in range(2):
                 with ledger() as log:
                     model(torch.randn(2, 8, requires_grad=True)).sum().backward()
+            # Unless told otherwise, the last unit stays gathered for the backward it begins.
+            first_in_backward = 4 if reshard else 3
             for phase, units in (
                 ("forward", [f"layers.{i}" for i in range(5)]),
-                ("backward", [f"layers.{i}" for i in reversed(range(5))]),
+                ("backward", [f"layers.{i}" for i in range(first_in_backward, -1, -1)]),
             ):
                 gathers = [
                     r
@@ -140,12 +145,49 @@ def test_gathers_are_issued_one_unit_ahead_and_not_in_recomputation():
                 assert list(dict.fromkeys(r.origin.name for r in gathers)) == units
                 issued = {r.origin.name: r.issue_order for r in gathers}
                 waited = {r.origin.name: r.wait_order for r in gathers}
-                for i in range(1, 4):
-                    # The next unit's gather is in flight before this one's is waited for.
-                    assert issued[units[i + 1]] < waited[units[i + 1]]
-                    assert issued[units[i + 1]] > waited[units[i]]
-                    assert issued[units[i + 1]] < waited[units[i + 1]]
+                for i in range(1, len(units) - 1):
+                    # The next unit's gather is in flight before this one's is waited for, and is
+                    # not issued before the previous one's has been.
+                    assert waited[units[i - 1]] < issued[units[i + 1]] < waited[units[i]]
             assert not [r for r in log.records if r.origin.phase == "recomputation"]
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.ranks
+def test_the_unit_that_ends_forward_and_begins_backward_stays_gathered_and_costs_no_memory():
+    def body(rank):
+        peaks = {}
+        for reshard in (None, True):
+            model, units, *_ = watched(1, None, reshard)
+            last, x = units[-1], torch.randn(2, 8)
+            held = []
+            for _ in range(3):
+                loss = model(x).sum()
+                held.append(last.state is UnitState.GATHERED)
+                assert all(unit.state is UnitState.SHARDED for unit in units[:-1])
+                loss.backward()
+                assert last.state is UnitState.SHARDED
+            # The first step has recorded that backward begins with it.
+            assert held == [False, reshard is None, reshard is None]
+            peaks[reshard] = last.root.pages.most_in_use
+            with torch.no_grad():
+                model(x)
+            assert last.state is UnitState.SHARDED
+            # After a forward that leads to no backward, one that takes another way.
+            model(x)
+            model.segment = model.shortcut
+            model(x).sum().backward()
+            assert last.state is UnitState.SHARDED
+            del model.segment
+            model(x).sum().backward()
+            # Values that have been changed meanwhile are gathered again.
+            model(x)
+            assert (last.state is UnitState.GATHERED) == (reshard is None)
+            for parameter in last.parameters:
+                parameter.local.detach().zero_()
+            assert torch.equal(model(x), torch.zeros(2, 8))
+        assert peaks[None] <= peaks[True]
 
     run_ranks(body, 2)
 

@@ -26,7 +26,7 @@ from hp_platform import (
     reduce,
     reduce_scatter,
 )
-from hp_platform.collectives import repeatable_all_gather
+from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
 
 ORIGIN = Origin("hp_fsdp", "layers.3", "backward")
@@ -245,6 +245,44 @@ def test_a_prepared_all_gather_gives_what_its_tensors_hold_at_every_call():
 
     calls = [("all_gather", 12 * size, f"{call}") for size in (4, 2) for call in (0, 1, 2) * 2]
     assert run_ranks(run, 3) == [calls * 2] * 3
+
+
+@pytest.mark.ranks
+def test_a_prepared_reduce_scatter_sums_what_its_tensor_holds_at_every_call():
+    def run(rank):
+        sent = []
+        for direct in (True, False):
+            axis = MeshAxis.of_group(name="dp")
+            vars(axis)["capabilities"] = replace(axis.capabilities, direct=direct)
+            whole = torch.zeros(6)
+            for scratch in (None, torch.empty(4)):
+                scatter = repeatable_reduce_scatter(whole, axis, scratch=scratch)
+                for call in range(2):
+                    whole.copy_(torch.arange(6.0) * 10**call + rank)
+                    mine = torch.empty(2)
+                    with ledger() as log:
+                        result = scatter(mine, Origin("model", "b", f"{call}")).wait()
+                    assert result is mine
+                    wanted = [3 * i * 10**call + 3 for i in (2 * rank, 2 * rank + 1)]
+                    assert mine.tolist() == wanted
+                    (record,) = log.records
+                    sent.append((record.operation, record.bytes, record.origin.phase))
+            for wrong in (torch.empty(3), torch.empty(2, dtype=torch.int32), whole[:2]):
+                with pytest.raises(CollectiveError, match="output"):
+                    scatter(wrong, ORIGIN)
+        for tensor, scratch in ((torch.ones(5), None), (torch.ones(3, 2), None)):
+            with pytest.raises(CollectiveError, match="a flat tensor that divides"):
+                repeatable_reduce_scatter(tensor, axis, scratch=scratch)
+        with pytest.raises(CollectiveError, match="scratch"):
+            repeatable_reduce_scatter(whole, axis, scratch=torch.empty(3))
+        alone = torch.ones(2)
+        copied = repeatable_reduce_scatter(alone, ALONE)
+        alone.fill_(3)
+        assert copied(torch.zeros(2), ORIGIN).wait().tolist() == [3, 3]
+        return sent
+
+    calls = [("reduce_scatter", 24, f"{call}") for call in (0, 1) * 4]
+    assert run_ranks(run, 3) == [calls] * 3
 
 
 @pytest.mark.ranks

@@ -92,10 +92,11 @@ def fully_shard(
         mesh: one axis (shard), or two (replicate, shard): sharded over the last, usually one
             machine, and repeated over the first. May be a slice of a larger mesh. None: all ranks.
         reshard_after_forward: release the gathered parameters after forward and gather them again
-            in backward. None means True, except for the root. A number, which divides the size
-            of the shard axis, is the size of the groups that keep the parameters between them
-            and gather them in backward; parameters cut along other than leading dims are
-            gathered from all ranks nevertheless.
+            in backward. None means True, except for the root and, once it is known, for the unit
+            with which forward ends and backward begins. A number, which divides the size of the
+            shard axis, is the size of the groups that keep the parameters between them and
+            gather them in backward; parameters cut along other than leading dims are gathered
+            from all ranks nevertheless.
         shard_placement_fn: dim to cut for each parameter, as `Shard(dim)`; None means `Shard(0)`.
             Only leading dims travel without copies.
         mp_policy: types of computation, reduction and outputs.

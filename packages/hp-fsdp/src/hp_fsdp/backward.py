@@ -93,8 +93,9 @@ class Reduction:
         with torch.no_grad():
             for dtype, buckets in by_dtype.items():
                 buffer = unit.slots(buckets, dtype).allocate(unit.data.shard.device)
+                pages = unit.pages
                 scatters = [
-                    bucket.scatter(view, unit.pages, origin)
+                    bucket.scatter(view, pages, origin)
                     for bucket, view in zip(buckets, buffer.views)
                 ]
                 # Taken now, so that nothing else finds them and reduces them a second time.

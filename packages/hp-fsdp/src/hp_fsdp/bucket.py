@@ -29,7 +29,9 @@ from hp_fsdp.schedule import Journey
 from hp_fsdp.unit_memory import Memory, UnitMemory
 from hp_platform import Handle, MeshAxis, Origin, all_gather, reduce_scatter
 from hp_platform.buffers import aligned_empty
-from hp_platform.collectives import repeatable_all_gather
+from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
+
+_Scattering = Callable[[Tensor, Origin], Handle[Tensor]]
 
 
 class Bucket:
@@ -78,6 +80,8 @@ class Bucket:
             place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
             self._free_landings.append(place)
         self._known_places: WeakKeyDictionary[Memory, list[Tensor]] = WeakKeyDictionary()
+        self._known_scatters: WeakKeyDictionary[Memory, tuple[Tensor | None, _Scattering]]
+        self._known_scatters = WeakKeyDictionary()
         self._scratch: Memory | None = None
         if data.shard.device.type == "cpu" and data.shard.size > 1 and self.part:
             others = self.gathered_numel - self.part
@@ -121,8 +125,8 @@ class Bucket:
         start = cut.local_start if isinstance(cut, SharedCut) else 0
         return storage[start : start + cut.local_numel].view(cut.local_shape)
 
-    def adopt(self) -> list[Tensor]:
-        """Takes over whatever the modules hold now; returns the shards' local tensors.
+    def adopt(self) -> None:
+        """Takes over whatever the modules hold now.
 
         Shards whose memory has been replaced are moved back into the storage, and a change of
         their type, as after `module.to(dtype)`, reaches everything made from them.
@@ -136,14 +140,10 @@ class Bucket:
             self._check_types(shards)
             self.storage = self._make_storage(dtype, self._home)
             self._change_type(dtype)
-        for index, (parameter, shard, address) in enumerate(
-            zip(self.parameters, shards, self._addresses)
-        ):
+        for parameter, shard, address in zip(self.parameters, shards, self._addresses):
             if shard.numel() and shard.data_ptr() != address:
                 self._check_types(shards)
                 parameter.move(self._shard_view(parameter, self.storage))
-                shards[index] = parameter.local
-        return shards
 
     def _check_types(self, shards: list[Tensor]) -> None:
         for parameter, shard in zip(self.parameters, shards):
@@ -186,19 +186,17 @@ class Bucket:
         """Whether the gathered parameters have memory."""
         return self._buffer.is_held
 
-    def begin_gather(self, pages: PagePool, origin: Origin) -> None:
-        """Issues the all-gather; nothing is valid before `finish_gather`."""
-        shards = self.adopt()
-        if self.parameters[0].full is None:
-            self._make_full()
-        self.has_trainable = False
-        for parameter, shard in zip(self.parameters, shards):
-            trains = parameter.sharded.requires_grad
-            if parameter.full.requires_grad != trains:  # type: ignore[union-attr]
-                parameter.full.requires_grad_(trains)  # type: ignore[union-attr]
-                self._hook_gradient(parameter)
-            self.has_trainable |= trains
-            parameter.note_gathered(shard)
+    def begin_gather(self, pages: PagePool, origin: Origin) -> bool:
+        """Issues the all-gather; nothing is valid before `finish_gather`.
+
+        Returns:
+            Whether something about the parameters may have changed since the last one.
+        """
+        changed = not all(map(ShardedParameter.is_as_gathered, self.parameters, self._addresses))
+        if changed:
+            self._prepare()
+        for parameter in self.parameters:
+            parameter.note_gathered()
         output = self._buffer.hold(pages)
         again = origin.phase in ("backward", "recomputation")
         if again and self._part_kept is not None and self.near is not None:
@@ -210,6 +208,20 @@ class Bucket:
             with self._offload.copying():
                 self.forget_part()
                 self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+        return changed
+
+    def _prepare(self) -> None:
+        """Follows what the modules hold and which parameters train."""
+        self.adopt()
+        if self.parameters[0].full is None:
+            self._make_full()
+        self.has_trainable = False
+        for parameter in self.parameters:
+            trains = parameter.sharded.requires_grad
+            if parameter.full.requires_grad != trains:  # type: ignore[union-attr]
+                parameter.full.requires_grad_(trains)  # type: ignore[union-attr]
+                self._hook_gradient(parameter)
+            self.has_trainable |= trains
 
     def finish_gather(self) -> None:
         """Waits for the all-gather and registers the gathered parameters on the modules."""
@@ -429,15 +441,25 @@ class Bucket:
         else:
             sent = found.data if isinstance(found, Memory) else found
         scratch = self._hold_scratch(pages)
-        handle = reduce_scatter(
-            self._packed(sent),
-            self._data.shard,
-            output=output,
-            scratch=None if scratch is None else scratch.data,
-            origin=origin,
-        )
         gradients = found if isinstance(found, Memory) else None
+        place = None if scratch is None else scratch.data
+        packed = self._packed(sent)
+        if gradients is not None and packed is sent and scratch is self._scratch:
+            handle = self._scatter_of(gradients, place)(output, origin)
+        else:
+            handle = reduce_scatter(
+                packed, self._data.shard, output=output, scratch=place, origin=origin
+            )
         return Scatter(handle, gradients, scratch, self._recycle)
+
+    def _scatter_of(self, gradients: Memory, scratch: Tensor | None) -> _Scattering:
+        """The reduce-scatter out of a place for gradients: the same at every step, checked once."""
+        known = self._known_scatters.get(gradients)
+        if known is None or known[0] is not scratch:
+            shard = self._data.shard
+            known = scratch, repeatable_reduce_scatter(gradients.data, shard, scratch=scratch)
+            self._known_scatters[gradients] = known
+        return known[1]
 
     def _packed(self, gradients: Tensor) -> Tensor:
         """The gradients as the reduce-scatter takes them."""

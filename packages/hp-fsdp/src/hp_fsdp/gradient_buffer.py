@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from operator import sub
 
 import torch
 from attrs import frozen
@@ -34,8 +35,15 @@ class GradientSlots:
         data = aligned_empty(layout.total, layout.dtype, device)
         for start, stop in self._gaps:
             data[start:stop].zero_()
-        views = [data[o : o + n] for o, n in zip(layout.offsets, layout.numels)]
-        return GradientBuffer(data, tuple(views))
+        return GradientBuffer(data, data.split_with_sizes(self._pieces)[::2])
+
+    @cached_property
+    def _pieces(self) -> list[int]:
+        """Lengths of the parts and of what follows each, one after another."""
+        layout = self.layout
+        nexts = [*layout.offsets[1:], layout.total]
+        ends = [o + n for o, n in zip(layout.offsets, layout.numels)]
+        return [n for pair in zip(layout.numels, map(sub, nexts, ends)) for n in pair]
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:

@@ -51,13 +51,14 @@ def before_forward(unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> tup
         unit.wait()
     else:
         root.begin_forward(unit, module)
+        root.release_kept(unit)
         unit.drop_if_stale()
         unit.gather("forward")
-        unit.wait()
-        unit.modules_running = unit.modules_running or set(unit.modules)
         # The order must be that of all ranks, which need not all come here.
         if not unit.reduces_unused:
             root.forward_order.enter(unit, unit.forward_prefetch)
+        unit.wait()
+        unit.modules_running = unit.modules_running or set(unit.modules)
     if unit.policy.cast_forward_inputs and unit.policy.param_dtype is not None:
         args, kwargs = _cast((args, kwargs), unit.policy.param_dtype)
     unit.call = None
@@ -85,7 +86,7 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         pass
     elif not expects_backward:
         unit.release()
-    elif unit.releases_after_forward:
+    elif unit.releases_after_forward and not root.keeps(unit):
         unit.retire()
     root.end_forward(unit, module)
     return output
@@ -152,10 +153,10 @@ class Call:
             unit.reduced = False
             unit.backward_pass = current_backward_pass()
         unit.gather("backward")
-        unit.wait()
-        unit.make_room()
         if first and not unit.reduces_unused:
             root.backward_order.enter(unit, unit.backward_prefetch)
+        unit.wait()
+        unit.make_room()
 
     def inputs_reached(self) -> None:
         """Everything between this call's inputs and outputs has run."""

@@ -54,6 +54,8 @@ class ShardedParameter:
         self._parameter: nn.Parameter | None = candidate.parameter
         self.layout = sharded_layout(self.name, cut, self._source, data)
         self.partial_layout = partial_gradient_layout(self.layout, self._source)
+        # Where this holds, the shard's own gradient is read as what has been summed.
+        self._reads_as_summed = self.layout.of_gradient == self.layout
         if self.layout.local_shape() != cut.local_shape:
             raise ShardingError(
                 f"parameter {self.name!r}: {self.layout} gives this rank "
@@ -166,9 +168,20 @@ class ShardedParameter:
         setattr(self.full, SHARDED_MARK, True)
         return self.full
 
-    def note_gathered(self, local: Tensor) -> None:
-        """The values of `local` are being gathered."""
-        self._gathered_version = local._version
+    def note_gathered(self) -> None:
+        """The values of the shard are being gathered."""
+        self._gathered_version = self.local._version
+
+    def is_as_gathered(self, address: int) -> bool:
+        """Whether a gather needs no preparation: the modules hold the shard, or the form made from
+        it, the shard lies at `address`, and it trains or does not train as the form does."""
+        owner, shard, full = self.owners[0], self.sharded, self.full
+        registered = owner.module._parameters[owner.name]
+        if full is None or (registered is not shard and registered is not full):
+            return False
+        leaf = self.local
+        there = address != 0 and leaf.data_ptr() == address
+        return there and leaf.requires_grad == full.requires_grad
 
     def is_stale(self, address: int) -> bool:
         """The shard, which lay at `address`, has been written to or moved since it was gathered."""
@@ -201,15 +214,17 @@ class ShardedParameter:
                 hook(local)
 
     def _accumulate(self, gradient: Tensor) -> None:
-        present = self.sharded.grad
+        present = self.local.grad
         if present is not None:
-            assert isinstance(present, DTensor)
-            present.to_local().add_(gradient)
+            present.add_(gradient)
             return
         dtype = self.sharded.dtype
         if gradient.dtype != dtype or not gradient.is_contiguous():
             gradient = gradient.to(dtype).contiguous()
-        self.sharded.grad = self.as_dtensor(gradient)
+        if self._reads_as_summed:
+            self.local.grad = gradient
+        else:
+            self.sharded.grad = self.as_dtensor(gradient)
 
     def zero_gradient(self, set_to_none: bool) -> None:
         """Forgets the shard's gradient, or fills it with zeros."""

@@ -93,6 +93,11 @@ class Root:
         self._running: Callable[[], _Pass | None] | None = None
         # Units gathered by recomputation whose own backward has not begun.
         self._recomputed: list[Unit] = []
+        # The last unit whose forward has ended, and, once recorded, the one at which forward turns
+        # into backward; `_kept` while it stays gathered for that.
+        self._last_ended: Unit | None = None
+        self._turning: Unit | None = None
+        self._kept: Unit | None = None
 
     @classmethod
     def of(cls, unit: Unit) -> Root:
@@ -177,6 +182,29 @@ class Root:
                 other.drop_if_stale()
                 other.gather("forward")
 
+    def keeps(self, unit: Unit) -> bool:
+        """The forward of `unit` has ended: whether it stays gathered for the backward to come.
+
+        It does where backward began with it last time, so that it would be gathered again at once,
+        and `reshard_after_forward` is None, whose meaning for the root has the same reason.
+        """
+        if unit.is_root:
+            return False
+        self._last_ended = unit
+        if unit is not self._turning or unit.reshard_after_forward is not None:
+            return False
+        self._kept = unit
+        return True
+
+    def release_kept(self, coming: Unit) -> None:
+        """Forward goes on with another unit than expected: only so many may be gathered."""
+        kept = self._kept
+        if kept is None or kept is coming:
+            return
+        self._kept = None
+        if not kept.in_backward:
+            kept.release()
+
     def end_forward(self, unit: Unit, module: nn.Module) -> None:
         """Releases what the pass gathered ahead and did not use."""
         if self._forward_of is not module:
@@ -186,7 +214,8 @@ class Root:
             self.forward_order.complete()
         for other in self.units:
             no_backward = other.reduces_unused and not torch.is_grad_enabled()
-            if (other.releases_after_forward or no_backward) and not other.in_backward:
+            releases = other.releases_after_forward and other is not self._kept
+            if (releases or no_backward) and not other.in_backward:
                 other.release()
             other.modules_running.clear()
 
@@ -240,9 +269,18 @@ class Root:
                 bucket.forget_part()
             self.finish_unit(unit)
         self._recomputed.clear()
+        self._kept = None
         self.backward_order.complete()
+        self._note_turning()
         if self.is_last_backward:
             self.pipeline.settle()
+
+    def _note_turning(self) -> None:
+        """Takes the first unit of backward, if forward ended with it, for the turning point."""
+        first = next((unit for unit in self.backward_order.recorded if not unit.is_root), None)
+        turns = first is self._last_ended and first is not None and first.unshard_in_backward
+        self._turning = first if turns else None
+        self._last_ended = None
 
     def finish_unit(self, unit: Unit) -> None:
         """Reduces or accumulates the gradients that autograd has left on `unit`."""
@@ -266,6 +304,7 @@ class Root:
         """Drops what a forward or backward that raised has left: its gradients are incomplete."""
         self._running = None
         self._forward_of = None
+        self._kept = self._last_ended = None
         self.pipeline.discard()
         for unit in self.units:
             unit.release()

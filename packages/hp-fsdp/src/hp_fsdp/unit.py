@@ -61,7 +61,7 @@ class Unit:
         offload: copies to and from the host, where shards live there and the mesh does not.
         path: qualified module name below the root; shown in errors and in the ledger.
         root: shared state of the model; set at the first forward.
-        reshard_after_forward: True, False, or None for "True unless this is the root".
+        reshard_after_forward: True, False, or None for "True unless backward begins with this".
         reshard_after_backward: whether backward releases the gathered parameters.
         requires_gradient_sync: False accumulates gradients without any communication.
         requires_all_reduce: False accumulates on the shards, without the slow tier.
@@ -143,9 +143,11 @@ class Unit:
             return
         origin = self.origin(phase)
         with torch.no_grad():
+            pages, changed = self.pages, False
             for bucket in self.buckets:
-                bucket.begin_gather(self.pages, origin)
-        self.trainable = self._trainable()
+                changed |= bucket.begin_gather(pages, origin)
+        if changed:
+            self.trainable = self._trainable()
         self.state = UnitState.GATHERING
 
     def origin(self, phase: str) -> Origin:
@@ -184,8 +186,9 @@ class Unit:
         """Registers the shards again and gives the gathered memory back."""
         self.wait()
         if self.state is UnitState.GATHERED:
+            pages = self.pages
             for bucket in self.buckets:
-                bucket.release(self.pages)
+                bucket.release(pages)
             self.state = UnitState.SHARDED
         self.in_backward = False
 
@@ -232,8 +235,9 @@ class Unit:
     def make_room(self) -> None:
         """Backward enters the unit: gives autograd the place for gradients."""
         with torch.no_grad():
+            pages = self.pages
             for bucket in self.buckets:
-                bucket.make_room(self.pages)
+                bucket.make_room(pages)
 
     def _trainable(self) -> tuple[ShardedParameter, ...]:
         return tuple(p for p in self.parameters if p.sharded.requires_grad)

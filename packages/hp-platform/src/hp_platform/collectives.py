@@ -70,7 +70,6 @@ __all__ = [
     "gather_objects",
     "reduce",
     "reduce_scatter",
-    "repeatable_all_gather",
 ]
 
 _OPS = {
@@ -147,40 +146,6 @@ def all_gather(
         name, axis, origin, call.start, result, size, tensors, tensor.dtype, call.keep,
         call.finish, shares,
     )  # fmt: skip
-
-
-def repeatable_all_gather(
-    tensor: Tensor, axis: MeshAxis, *, output: Tensor
-) -> Callable[[Origin], Handle[Tensor]]:
-    """An all-gather that is made many times between the same tensors, of equal shares.
-
-    Arguments are checked now; each call of the result issues it, for the given origin.
-
-    Args:
-        tensor, output: as for `all_gather`.
-
-    Raises:
-        CollectiveError: an argument cannot be used.
-    """
-    name = "all_gather"
-    able = check_tensor(name, tensor, axis, NOBODY, rows=True)
-    rows = tensor.shape[0]
-    result = make_output(
-        name, axis, NOBODY, output, rows * axis.size, tensor, lambda: axis.rank * rows
-    )
-    group = axis.process_group
-    if group is None or not result.numel() or able is None:
-        return lambda origin: all_gather(tensor, axis, output=output, origin=origin)
-    source, target = transportable(tensor, able), transportable(result, able)
-    tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
-    if able.direct:
-        begin = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
-        return lambda o: issue(name, axis, o, lambda: begin(o), result, size, tensors, dtype)
-
-    def start() -> tuple[Any, ...]:
-        return (all_gather_even(target, source, group=group, async_op=True),)
-
-    return lambda origin: issue(name, axis, origin, start, result, size, tensors, dtype)
 
 
 def reduce_scatter(
