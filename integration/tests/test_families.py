@@ -4,6 +4,7 @@ import pytest
 
 from hp_integration.families.configs import HEAVY, families
 from hp_integration.families.judge import Result, Verdict, judge
+from hp_integration.families.remedies import told
 from hp_integration.families.table import table
 
 pytestmark = pytest.mark.ranks
@@ -40,6 +41,24 @@ def test_four_ranks_with_two_key_value_heads_give_what_one_process_gives():
 def test_no_family_is_wrong_in_silence(family):
     found = judge(family)
     assert found.verdict not in (Verdict.WRONG, Verdict.STOPPED), (found.note, found.error)
+    if found.verdict is Verdict.REFUSED:
+        told = found.overridden
+        assert told.verdict is Verdict.RIGHT, (told.note, told.error)
+
+
+def test_the_first_remedy_is_read_as_a_user_types_it():
+    assert told("override 'a.*.b' with {tp: R}: every rank computes all of it") == {
+        "a.*.b": {"tp": "R"}
+    }
+    assert told("override 'a' with none and override 'b' with none") == {"a": "none", "b": "none"}
+    assert told("pad it to 4, or override 'e' with none, or 'f' with {tp: R}") == {"e": "none"}
+    assert told("plan again") == {}
+
+
+def test_a_refused_family_is_right_with_what_its_refusal_names():
+    result = judge("diffllama")
+    assert result.verdict is Verdict.REFUSED
+    assert result.overridden.verdict is Verdict.RIGHT
 
 
 def test_the_table_has_a_row_for_each_family_and_counts_them():

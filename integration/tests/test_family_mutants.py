@@ -8,6 +8,7 @@ from torch import nn
 
 from hp_integration.families.configs import randomise, tiny_model
 from hp_integration.families.judge import Verdict, batch, judge_model, step
+from hp_integration.families.mutants import CHANGES, FAMILIES, MUTATORS
 
 pytestmark = pytest.mark.ranks
 
@@ -245,3 +246,30 @@ def marked(case):
 def test_a_mutant_is_planned_right_or_refused(mutate, family, changes, expected):
     result = found(mutate, family, changes)
     assert result.verdict is expected, (result.note, result.error)
+
+
+def _outcome(family, changes, mutate):
+    """The verdict on one mutant; None where the family cannot be changed so."""
+    try:
+        torch.manual_seed(0)
+        model = tiny_model(family, **changes)
+        if mutate is not None and not mutate(model):
+            return None
+        randomise(model)
+        dense = copy.deepcopy(model)
+        wanted = step(dense, batch() % 120)
+    except Exception:  # whatever transformers says about such sizes
+        return None
+    return judge_model(family, model, dense, wanted, {"tp": 2}, "production", ids=batch() % 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_mutant_of_a_family_is_wrong_in_silence(family):
+    cases = [(name, {}, mutate) for name, mutate in MUTATORS.items()]
+    cases += [(name, changes, None) for name, changes in CHANGES.items()]
+    results = {name: _outcome(family, changes, mutate) for name, changes, mutate in cases}
+    verdicts = {name: r.verdict for name, r in results.items() if r is not None}
+    assert set(verdicts.values()) <= {Verdict.RIGHT, Verdict.REFUSED}, verdicts
+    assert Verdict.RIGHT in verdicts.values()
+    assert len(verdicts) > 5

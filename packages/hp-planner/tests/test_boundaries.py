@@ -66,7 +66,7 @@ def test_layers_in_two_lists_keep_the_hidden_states_whole():
         ("phi3", "model.layers.0.self_attn", Manner.SHARDED, ""),
         ("gpt_neox", "gpt_neox.layers.0.attention", Manner.SHARDED, ""),
         ("codegen", "transformer.h.0.attn", Manner.BY_LINEAR, "the order of q, k and v"),
-        ("gpt_oss", "model.layers.0.mlp.experts", Manner.WHOLE, "biases"),
+        ("gpt_oss", "model.layers.0.mlp.experts", Manner.SHARDED, ""),
         ("qwen3_next", "model.layers.0.linear_attn", Manner.BY_LINEAR, "conv1d"),
         ("mamba", "backbone.layers.0.mixer", Manner.BY_LINEAR, "without calling its layer"),
     ],

@@ -58,7 +58,7 @@ def test_with_a_sequence_length_bytes_and_memory_are_printed(capsys):
     assert status == 0
     assert "2 sequences of 64 tokens" in out
     assert "memory per rank" in out
-    assert "bytes a message" in out
+    assert "average message" in out
 
 
 def test_the_plan_is_drawn_as_a_page(capsys, tmp_path):

@@ -72,6 +72,17 @@ def test_memory_follows_the_cuts():
     assert 0 < cut.activations < whole.activations
 
 
+def test_for_all_but_experts_ranks_of_the_expert_axis_are_data_ranks():
+    made = plan(model("qwen3_moe"), {"dp_shard": 2, "ep": 2})
+    found = messages(made, WORK)
+    assert not [m for m in found if m.phase == "settlement"]
+    axes = {m.where: m.axis for m in found if m.operation == "reduce_scatter"}
+    assert axes["model.layers.0.mlp.experts.down_proj"] == "dp_shard"
+    assert axes["model.layers.0.self_attn.q_proj.weight"] == "dp_shard_ep"
+    elements = sum(_numel(spec.shape) for spec in made.parameters)
+    assert memory(made, WORK).parameters == elements // 4 * 4
+
+
 def test_a_sequence_that_cannot_be_cut_is_named():
     with pytest.raises(ValueError, match=r"dim 1 of \[2, 7, 64\] cannot be cut over tp=2"):
         of({"tp": 2}, work=Workload(2, 7))

@@ -98,5 +98,5 @@ def test_a_fused_weight_of_unknown_order_is_said_to_be_gathered():
     text = explain(plan(model("codegen"), {"tp": 2}))
     assert "cut row by row and gathered" in text
     assert "the order of q, k and v in qkv_proj cannot be known" in text
-    assert "refinements.yaml" in text
+    assert "an override 'transformer.h.*.attn': {order: ...} states it: q|k|v, per_head" in text
     assert "cut row by row and gathered" not in explain(plan(model("phi3"), {"tp": 2}))

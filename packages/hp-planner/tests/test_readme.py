@@ -28,4 +28,5 @@ def test_the_override_file_is_read(tmp_path):
         "lm_head",
         "*.mlp",
         "model.layers.0.extra_scale",
+        "*.attn",
     ]

@@ -2,11 +2,17 @@
 
 import pytest
 from planner_models import model
+from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    eager_attention_forward,
+)
 
 from hp_dtensor.placements import SectionedShard
 from hp_dtensor.plan import BoundaryKind, Contract, LocalAttribute, RegionKind
-from hp_planner import plan
+from hp_planner import LintError, plan
 
 R = Contract()
 SUMMED = Contract({}, {"tp": Partial()})
@@ -91,7 +97,7 @@ def test_boundaries_with_sequence_parallelism(moe):
             BoundaryKind.NORM,
             {"hidden_states": (stream, stream), "": (SUMMED, stream)},
         ),
-        "lm_head": (BoundaryKind.HEAD, {"input": (SUMMED, SUMMED), "": (R, cut(2))}),
+        "lm_head": (BoundaryKind.HEAD, {"input": (SUMMED, SUMMED), "": (R, cut(-1))}),
     }
     found = {name: moe.boundary(name) for name in expected}
     assert {name: (spec.kind, flow(spec)) for name, spec in found.items()} == expected
@@ -123,7 +129,7 @@ def test_without_sequence_parallelism_the_stream_is_whole():
     }
     assert flow(made.boundary("model.layers.1.mlp")) == {"x": (R, SUMMED), "": (R, P)}
     assert flow(made.boundary("model.norm")) == {"hidden_states": (R, R), "": (R, R)}
-    assert flow(made.boundary("lm_head")) == {"input": (R, SUMMED), "": (R, cut(2))}
+    assert flow(made.boundary("lm_head")) == {"input": (R, SUMMED), "": (R, cut(-1))}
     assert made.parameter("model.norm.weight").contract == R
     assert made.parameter("model.layers.0.self_attn.q_norm.weight").contract == SUMMED
 
@@ -176,10 +182,78 @@ def test_fused_gate_and_up_are_cut_each_by_itself():
     assert contract.placement("tp") == SectionedShard(0, (96, 96))
 
 
-def test_fewer_key_value_heads_than_ranks_are_computed_on_every_rank():
-    made = plan(model("qwen3", num_key_value_heads=1), {"tp": 2})
-    assert "too few" in made.boundary("model.layers.0.self_attn").reason
-    assert made.parameter("model.layers.0.self_attn.q_proj.weight").contract == cut(0)
+def test_ranks_share_key_value_heads_where_there_are_fewer_than_ranks():
+    """Query heads are cut; k and v are whole, each rank has summands of their gradients."""
+    made = plan(model("olmo2", num_key_value_heads=1, attention_bias=True), {"tp": 2})
+    name = "model.layers.0.self_attn"
+    spec = made.boundary(name)
+    assert spec.region.function == "hp_integration.regions:shared_heads"
+    assert flow(spec)["hidden_states"][1] == SUMMED
+    assert {
+        made.parameter(f"{name}.{p}_proj.{leaf}").contract
+        for p in "kv"
+        for leaf in ("weight", "bias")
+    } == {SUMMED}
+    assert made.parameter(f"{name}.q_proj.weight").contract == cut(0)
+    # The norm over all query heads gathers them; every rank has all key heads already.
+    assert name + ".q_norm" in {s.module for s in made.boundaries}
+    assert name + ".k_norm" not in {s.module for s in made.boundaries}
+    assert made.parameter(f"{name}.k_norm.weight").contract == SUMMED
+
+
+def test_attention_that_cannot_share_its_heads_computes_all_of_them_on_every_rank():
+    made = plan(model("phi3", num_key_value_heads=1), {"tp": 2})
+    reason = made.boundary("model.layers.0.self_attn").reason
+    assert (
+        "1 key/value heads are too few for 2 ranks, which cannot share them: q, k and v" in reason
+    )
+
+
+def test_a_dropout_says_how_what_it_drops_from_is_laid_out():
+    rates = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+    made = plan(model("gpt2", n_embd=64, n_head=4, **rates), {"tp": 2})
+    for name in ("drop", "h.0.attn.resid_dropout", "h.1.mlp.dropout"):
+        # After an output projection, whose bias is added to the sum, hidden states are whole.
+        assert flow(made.boundary(f"transformer.{name}")) == {"input": (R, R), "": (R, R)}, name
+    inner = plan(_with_dropouts(), {"tp": 2})
+    found = [
+        inner.boundary(f"model.layers.0.{name}").inputs[0].inside
+        for name in ("mlp.inner", "mlp.last", "self_attn.last", "residual")
+    ]
+    assert found == [cut(-1), P, P, cut(1)]
+
+
+class DroppedMLP(LlamaMLP):
+    def forward(self, x):
+        inner = self.inner(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.last(self.down_proj(inner))
+
+
+def _with_dropouts():
+    """A Llama that drops inner features, and summands of what its blocks give."""
+    made = model("llama")
+    for layer in made.model.layers:
+        layer.mlp.__class__ = DroppedMLP
+        layer.mlp.inner, layer.mlp.last = nn.Dropout(0.1), nn.Dropout(0.1)
+        layer.self_attn.__class__ = DroppedAttention
+        layer.self_attn.last, layer.residual = nn.Dropout(0.1), nn.Dropout(0.1)
+    return made
+
+
+class DroppedAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        output = self.o_proj(eager_attention_forward(self, q, k, v, attention_mask))
+        return self.last(output), None
+
+
+def test_a_dropout_whose_place_is_not_known_is_refused_by_name():
+    made = _with_dropouts()
+    made.model.layers[0].mlp.__class__ = type(
+        "Chosen", (DroppedMLP,), {"forward": lambda self, x: self.last(self.down_proj(x))}
+    )
+    with pytest.raises(LintError, match=r"layers\.\*\.mlp\.inner = 0\.1"):
+        plan(made, {"tp": 2})
 
 
 def test_what_is_replicated_says_why():

@@ -7,6 +7,7 @@ import torch
 from planner_models import model
 from torch.distributed.device_mesh import init_device_mesh
 
+from hp_dtensor.dropouts import replace_dropouts
 from hp_dtensor.layout import Layout
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.production import local_part
@@ -23,7 +24,18 @@ CASES = {
     "qwen3_moe with a dense layer": ("qwen3_moe", {"mlp_only_layers": [1]}, {}),
     "qwen3_moe whole": ("qwen3_moe", {}, {"sequence_parallel": False}),
     "qwen2_moe": ("qwen2_moe", {}, {}),
-    "starcoder2": ("starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}, {}),
+    "gpt2 with dropout": (
+        "gpt2",
+        {
+            "resid_pdrop": 0.3,
+            "embd_pdrop": 0.3,
+            "attn_pdrop": 0.0,
+            "n_embd": 64,
+            "n_head": 4,
+            "n_layer": 2,
+        },
+        {},
+    ),
     "gemma2": ("gemma2", {}, {}),
     "overridden blocks": (
         "qwen3_moe",
@@ -32,7 +44,7 @@ CASES = {
     ),
     "fused projections left whole": (
         "phi3",
-        {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        {"resid_pdrop": 0.3},
         {"overrides": {"*.self_attn": "none", "*.mlp": "none"}},
     ),
 }
@@ -66,6 +78,7 @@ def compare(family, changes, options):
     found = plan(made, {"tp": 2}, **options)
     ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(1))
     dense = copy.deepcopy(made)
+    replace_dropouts(dense)
     wanted = step(dense, ids)
     gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
 

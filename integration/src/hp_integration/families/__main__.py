@@ -28,8 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     for name in names:
         result = judge(name, mesh, options.mode, sequence_parallel=not options.whole)
         results.append(result)
+        told = f" (overridden: {result.overridden.verdict.value})" if result.overridden else ""
         print(
-            f"{result.family:24} {result.verdict.value:10} {result.error:8.1e} "
+            f"{result.family:24} {result.verdict.value:10}{told} {result.error:8.1e} "
             f"{result.sharded:4.0%} {' '.join(result.note.split())[:300]}",
             flush=True,
         )

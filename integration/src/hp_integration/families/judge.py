@@ -13,7 +13,7 @@ import traceback
 from typing import Any, Literal
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,6 +23,7 @@ from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.production import local_part
 from hp_integration.families.configs import VOCABULARY, randomise, tiny_model
+from hp_integration.families.remedies import follow
 from hp_planner import PlanError
 from hp_platform.errors import HPError
 from hp_platform.testing import run_ranks
@@ -51,6 +52,8 @@ class Result:
         note: what was refused, where it stopped, or which tensor is wrong.
         error: largest error of logits and gradients, relative to the tensor's largest element.
         sharded: elements in cut parameters, as a part of all.
+        overridden: what became of a refused family with the overrides that its refusal names; None
+            if it was not refused.
     """
 
     family: str
@@ -58,6 +61,7 @@ class Result:
     note: str = ""
     error: float = 0.0
     sharded: float = 0.0
+    overridden: Result | None = None
 
 
 def judge(
@@ -74,7 +78,27 @@ def judge(
             return Result(family, Verdict.NOT_BUILT, "the dense logits are not finite")
     except Exception as error:  # whatever transformers says about tiny sizes
         return Result(family, Verdict.NOT_BUILT, brief(error))
-    return judge_model(family, model, dense, wanted, mesh or {"tp": 2}, mode, **options)
+    mesh = mesh or {"tp": 2}
+    result = judge_model(family, model, dense, wanted, mesh, mode, **options)
+    if result.verdict is not Verdict.REFUSED:
+        return result
+    return evolve(result, overridden=_as_told(family, model, dense, wanted, mesh, mode))
+
+
+def _as_told(
+    family: str,
+    model: nn.Module,
+    dense: nn.Module,
+    wanted: Tensor,
+    mesh: dict[str, int],
+    mode: Mode,
+) -> Result:
+    """The family once more, with what its refusals say to type."""
+    try:
+        overrides = follow(model, mesh)
+    except PlanError as error:
+        return Result(family, Verdict.REFUSED, str(error))
+    return judge_model(family, model, dense, wanted, mesh, mode, overrides=overrides)
 
 
 def judge_model(
@@ -84,9 +108,10 @@ def judge_model(
     wanted: Tensor,
     mesh: dict[str, int],
     mode: Mode,
+    ids: Tensor | None = None,
     **options: Any,
 ) -> Result:
-    """Compares `model` under its own plan with `dense`, which has run its step."""
+    """Compares `model` under its own plan with `dense`, which has run its step on `ids`."""
     try:
         found = hp_planner.plan(model, mesh, **options)
     except PlanError as error:
@@ -98,7 +123,7 @@ def judge_model(
     def body(rank: int) -> tuple[str, float]:
         devices = init_device_mesh("cpu", sizes, mesh_dim_names=names)
         mine = parallelize(copy.deepcopy(model), found, devices, mode=mode)
-        logits = step(mine, batch())
+        logits = step(mine, batch() if ids is None else ids)
         return worst_error(mine, logits, wanted, gradients, found, devices.get_coordinate())
 
     world = 1

@@ -124,7 +124,7 @@ def renamed(leaves: tuple[str, ...]) -> Mutator:
     def mutate(model: nn.Module) -> bool:
         found = _first(model, leaves)
         if found is not None:
-            owner, name, layer = found
+            owner, name, _ = found
             owner._modules["part_" + name[::-1]] = owner._modules.pop(name)
             hidden = {name: property(lambda self: self._modules["part_" + name[::-1]])}
             owner.__class__ = type(type(owner).__name__, (type(owner),), hidden)

@@ -16,7 +16,7 @@ key/value heads, fp32), planned for {mesh} with no override, run for one step by
 ranks, and compared with one process: logits and every gradient, relative to the largest element
 of the tensor. *Right* is an error below 1e-3. *Sharded* is the part of all elements that lie in
 cut parameters; the rest is replicated, with its reason in the plan (`hp_planner.explain`).
-*Refused* families name what to override.
+*Refused* families name what to override; with just that typed, the second result is theirs.
 
 {counts}
 
@@ -39,7 +39,12 @@ def _row(result: Result) -> str:
     error = f"{result.error:.0e}" if planned else ""
     share = f"{result.sharded:.0%}" if planned else ""
     note = _brief(result.note).replace("|", "\\|")
-    return f"| {result.family} | {result.verdict.value} | {error} | {share} | {note} |"
+    verdict = result.verdict.value
+    told = result.overridden
+    if told is not None:
+        verdict += f"; overridden: {told.verdict.value}"
+        error, share = f"{told.error:.0e}", f"{told.sharded:.0%}"
+    return f"| {result.family} | {verdict} | {error} | {share} | {note} |"
 
 
 def _brief(note: str) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from hp_dtensor.plan import BoundaryKind
 from hp_planner.axis_specs import is_whole
 from hp_planner.expert_axis import expert_count, expert_modules
-from hp_planner.facts import Facts, Violation, generalized
-from hp_planner.graph import is_inside
+from hp_planner.facts import Facts, Violation
+from hp_planner.graph import generalized, is_inside
 from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS
 from hp_planner.stream import final_norm
 

@@ -23,7 +23,7 @@ from hp_dtensor.plan import (
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside
 
-# What the templates, too, give as the reason of a boundary that an override leaves whole; lint
+# The reason of a boundary that an override leaves whole, in templates and axes alike; lint
 # knows such boundaries by it.
 LEFT_WHOLE = "left whole by an override"
 POSITIONS = ("position_embeddings", "position_ids")

@@ -34,6 +34,7 @@ from hp_planner.explain import (
     cost_rows,
     memory_lines,
     parameter_rows,
+    reason_lines,
     summary_lines,
 )
 from hp_planner.model_source import UsageError, build_model, parse_mesh, read_settings
@@ -230,7 +231,8 @@ def _validates(model: nn.Module, made: ShardingPlan, options: argparse.Namespace
 
 def print_plan(made: ShardingPlan, element_size: int, workload: Workload | None = None) -> None:
     """The plan as tables on standard output; a file or pipe gets lines as long as they need."""
-    tables = [_table("Parameters", PARAMETER_COLUMNS, parameter_rows(made))]
+    rows = parameter_rows(made)
+    tables = [_table("Parameters", PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows])]
     if made.boundaries:
         tables.append(_table("Boundaries", BOUNDARY_COLUMNS, boundary_rows(made)))
     lines = list(summary_lines(made, element_size=element_size))
@@ -246,6 +248,7 @@ def print_plan(made: ShardingPlan, element_size: int, workload: Workload | None 
     console.print(Text(str(made), style="bold"))
     for table in tables:
         console.print(table)
+    console.print(Text(reason_lines(rows)))
     for line in lines:
         console.print(Text(line))
 

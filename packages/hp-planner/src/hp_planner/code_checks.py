@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from hp_dtensor.plan import BoundaryKind
 from hp_planner.boundaries import Boundary
 from hp_planner.facts import Facts, Violation
+from hp_planner.graph import ModuleGraph, generalized, join
 
 # Methods that read or change the sequence dim of the hidden states.
 SEQUENCE_METHODS = frozenset(
@@ -39,31 +40,73 @@ def _router_loss(facts: Facts) -> Iterator[Violation]:
         )
 
 
+def check_dropouts(facts: Facts) -> Iterator[Violation]:
+    """Dropout that the ranks of a model axis would do differently.
+
+    What `nn.Dropout` modules draw is in the plan, where the layout of what they are given is
+    known. A rate that a module hands to a function, attention's among them, draws from each
+    process's own numbers. A model in eval mode draws none.
+    """
+    if facts.plan.model_mesh.world_size == 1:
+        return
+    if not any(node.training for node in facts.graph.modules):
+        return
+    found = list(_own_draws(facts.graph, {spec.module for spec in facts.plan.boundaries}))
+    if not found:
+        return
+    where = list(dict.fromkeys(f"{text} = {rate}" for text, _, rate in found))
+    names = list(dict.fromkeys(n for _, leaf, rate in found for n in _settings(facts, leaf, rate)))
+    zeros = " ".join(f"{name}=0" for name in names)
+    yield Violation(
+        "random",
+        "",
+        "dropout by nn.Dropout modules whose place is known, so that ranks share its mask",
+        ", ".join(where),
+        f"set what is named to 0 (hp-plan: --set {zeros})" if names else "set what is named to 0",
+    )
+
+
+def _own_draws(graph: ModuleGraph, planned: set[str]) -> Iterator[tuple[str, str, float]]:
+    """Rates that no plan covers: where, the name to look for in the config, and the rate."""
+    config = dict(graph.config)
+    read = {
+        join(node.name, name[:-2])
+        for node in graph.modules
+        for name in node.forward.own
+        if name.endswith(".p")
+    }
+    for node in graph.modules:
+        for leaf, rate in () if node.drops else node.rates:
+            yield f"{node.class_name}.{leaf}", leaf, rate
+        for name in sorted(node.forward.own):
+            leaf, _, rest = name.partition(".")
+            part = graph.find(join(node.name, leaf))
+            if rest == "p" and part is not None and part.drops:
+                yield f"{node.class_name}.{name}", leaf, part.rates[0][1]
+            if leaf == "config" and _drops(rest, config.get(rest)):
+                yield f"{node.class_name}.{name}", rest, float(str(config[rest]))
+        if node.drops and node.name not in planned | read:
+            yield generalized(node.name), node.name.rpartition(".")[2], node.rates[0][1]
+
+
+def _settings(facts: Facts, leaf: str, rate: float) -> list[str]:
+    """Config values that a rate may come from: of its name, else of its size and its kind."""
+    values = dict(facts.graph.config)
+    if _drops(leaf, values.get(leaf)):
+        return [leaf]
+    alike = [name for name, value in facts.graph.config if _drops(name, value) and value == rate]
+    kind = [name for name in alike if ("att" in name) == ("att" in leaf)]
+    return kind or alike
+
+
 def _drops(name: str, value: object) -> bool:
     """Whether a config value is the rate of a dropout that a language model draws."""
-    rate = re.search(r"dropout|pdrop|drop_rate", name) and "classifi" not in name
+    rate = re.search(r"drop", name) and "classifi" not in name
     return bool(rate) and isinstance(value, float) and value > 0
 
 
 def _randomness(facts: Facts) -> Iterator[Violation]:
-    """Random numbers that must agree between ranks: on summands, or on what all ranks hold.
-
-    A model in eval mode draws none. Heads are shared among ranks, so a mask over attention weights
-    would differ from that of one process too.
-    """
-    blocks = (BoundaryKind.ATTENTION, BoundaryKind.MLP, BoundaryKind.MOE, BoundaryKind.MIXER)
-    draws = any(facts.sharded(*blocks)) and any(node.training for node in facts.graph.modules)
-    drawn = [entry for entry in facts.graph.config if _drops(*entry)] if draws else []
-    if drawn:
-        names = ", ".join(f"config.{name} = {value}" for name, value in drawn)
-        zeros = " ".join(f"{name}=0" for name, _ in drawn)
-        yield Violation(
-            "random",
-            "",
-            "no dropout, whose mask all ranks would have to share",
-            names,
-            f"set what is named to 0 (hp-plan: --set {zeros})",
-        )
+    """Noise by which each rank changes its own copy of what all hold."""
     for boundary in facts.sharded(BoundaryKind.MOE):
         noise = _noise(facts, boundary)
         if noise:

@@ -53,10 +53,12 @@ class StreamCode:
     Attributes:
         problem: why that is not a plain chain, layer after layer; empty if it is.
         norm: the module that takes the hidden states after the last layer.
+        later: attributes of the model that its forward uses after that.
     """
 
     problem: str = ""
     norm: str = ""
+    later: tuple[str, ...] = ()
 
 
 def read_signature(cls: type) -> Signature:
@@ -118,7 +120,8 @@ def _returns_tuple(code: CodeType) -> bool:
     )
 
 
-def _forward_tree(cls: type) -> ast.FunctionDef | None:
+def forward_tree(cls: type) -> ast.FunctionDef | None:
+    """The source of the forward of a module class; None where it cannot be read."""
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     try:
         source = inspect.getsource(inspect.unwrap(vars(owner)["forward"]))
@@ -128,7 +131,7 @@ def _forward_tree(cls: type) -> ast.FunctionDef | None:
     return tree if isinstance(tree, ast.FunctionDef) else None
 
 
-def _own_attribute(node: ast.AST) -> str:
+def own_attribute(node: ast.AST) -> str:
     """`name` for the expression `self.name`, empty for any other."""
     is_own = (
         isinstance(node, ast.Attribute)
@@ -144,11 +147,11 @@ def layer_problem(cls: type) -> str:
     Parts are attributes of the module, called as `self.name(...)`. Empty if every other call is
     known to act on one position at a time, and nothing is sliced or asked for its shape.
     """
-    tree = _forward_tree(cls)
+    tree = forward_tree(cls)
     if tree is None:
         return f"the source of {cls.__name__}.forward cannot be read"
     for node in (inner for statement in tree.body for inner in ast.walk(statement)):
-        if isinstance(node, ast.Call) and not _own_attribute(node.func):
+        if isinstance(node, ast.Call) and not own_attribute(node.func):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             called = node.func.id if isinstance(node.func, ast.Name) else called
             if called not in POINTWISE_CALLS:
@@ -171,16 +174,16 @@ def _in_annotation(tree: ast.FunctionDef, node: ast.AST) -> bool:
 
 def stream_code(cls: type, layers: str) -> StreamCode:
     """How the forward of `cls` runs its list of layers, the attribute called `layers`."""
-    tree = _forward_tree(cls)
+    tree = forward_tree(cls)
     if tree is None:
         return StreamCode(f"the source of {cls.__name__}.forward cannot be read")
-    uses = [node for node in ast.walk(tree) if _own_attribute(node) == layers]
+    uses = [node for node in ast.walk(tree) if own_attribute(node) == layers]
     found = [
         (block, index)
         for block in _blocks(tree)
         for index, statement in enumerate(block)
         if isinstance(statement, ast.For)
-        and any(_own_attribute(node) == layers for node in ast.walk(statement.iter))
+        and any(own_attribute(node) == layers for node in ast.walk(statement.iter))
     ]
     if len(found) != 1 or len(uses) != 1:
         return StreamCode(f"{cls.__name__}.forward has no single loop over {layers}")
@@ -193,7 +196,12 @@ def stream_code(cls: type, layers: str) -> StreamCode:
     norm = _taker(block[index + 1 :], stream)
     if not norm:
         return StreamCode(f"{cls.__name__}.forward has no norm right after its layers")
-    return StreamCode(norm=norm)
+    used = {
+        name
+        for node in ast.walk(tree)
+        if (name := own_attribute(node)) and getattr(node, "lineno", 0) > (loop.end_lineno or 0)
+    }
+    return StreamCode(norm=norm, later=tuple(sorted(used - {norm})))
 
 
 def _blocks(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -267,7 +275,7 @@ def _taker(statements: list[ast.stmt], stream: str) -> str:
         if isinstance(value, ast.Call) and len(value.args) == 1:
             argument = value.args[0]
             if isinstance(argument, ast.Name) and argument.id == stream:
-                return _own_attribute(value.func)
+                return own_attribute(value.func)
         return ""
     return ""
 

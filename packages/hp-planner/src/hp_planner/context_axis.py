@@ -37,9 +37,11 @@ from hp_planner.axis_specs import (
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.settings import CONTEXT_AXIS, Settings
+from hp_planner.shared_heads import NO_WEIGHTS, SHARED_HEADS
 from hp_planner.stream import final_norm
 
 GATHERED_ATTENTION = "hp_integration.regions:context_parallel"
+GATHERED_SHARED_HEADS = "hp_integration.regions:context_parallel_shared_heads"
 ON_SEQUENCE = (
     BoundaryKind.LAYER,
     BoundaryKind.NORM,
@@ -50,8 +52,7 @@ ON_SEQUENCE = (
 ATTENTION_REGION = Region(
     RegionKind.OPAQUE, "keys and values are gathered inside, after rotary", GATHERED_ATTENTION
 )
-# Attention weights, of which a rank would have its queries' only, are not returned.
-NO_WEIGHTS = BoundaryTensor("1", Contract(), Contract(), plain=True, optional=True)
+SHARED_HEADS_REGION = evolve(ATTENTION_REGION, function=GATHERED_SHARED_HEADS)
 FLATTENED = Region(RegionKind.OPAQUE, "batch and a part of the sequence are flattened inside")
 
 
@@ -144,8 +145,10 @@ def _cut(spec: BoundarySpec, whole: bool, first: bool, final: bool) -> BoundaryS
     outputs = tuple(map(leaving, spec.outputs))
     if region is not None and region is not spec.region:
         # An opaque region owes what it returns: as many features of the same tokens.
-        outputs = tuple(evolve(tensor, like=spec.inputs[0].where) for tensor in outputs)
-    if region is ATTENTION_REGION and [tensor.where for tensor in outputs] == ["0"]:
+        like = spec.inputs[0].where
+        outputs = tuple(t if t.plain else evolve(t, like=like) for t in outputs)
+    gathers = region in (ATTENTION_REGION, SHARED_HEADS_REGION)
+    if gathers and [tensor.where for tensor in outputs] == ["0"]:
         outputs = (*outputs, NO_WEIGHTS)
     return evolve(spec, inputs=tuple(map(entering, spec.inputs)), outputs=outputs, region=region)
 
@@ -155,7 +158,10 @@ def _region(spec: BoundarySpec) -> Region | None:
         return FLATTENED
     # An output projection with a boundary of its own lies inside the attention.
     holds_attention = spec.kind is BoundaryKind.ATTENTION and len(spec.inputs) > 1
-    return ATTENTION_REGION if holds_attention else spec.region
+    if not holds_attention:
+        return spec.region
+    shared = spec.region is not None and spec.region.function == SHARED_HEADS
+    return SHARED_HEADS_REGION if shared else ATTENTION_REGION
 
 
 def _parameter(

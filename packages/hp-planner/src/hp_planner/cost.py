@@ -25,10 +25,13 @@ from hp_dtensor.plan import (
     ShardingPlan,
 )
 from hp_planner.context_axis import GATHERED_ATTENTION
-from hp_planner.expert_axis import DISPATCH
+from hp_planner.expert_axis import DISPATCH, DISPATCH_WITH_BIASES
 from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS
 
 SHARD_AXIS, REPLICATE_AXIS = "dp_shard", "dp_replicate"
+WIDE_AXIS = "dp_shard_ep"
+"""What `hp_integration.assemble` calls the axis over which parameters other than experts are cut:
+ranks of the expert axis see different batches, so they are data ranks for these."""
 INDEX_BYTES = 8
 
 
@@ -72,7 +75,8 @@ class Memory:
     """Bytes on the rank that holds most, between steps and at the end of forward.
 
     Attributes:
-        parameters: those held between steps, once `fully_shard` has cut them over `dp_shard`.
+        parameters: those held between steps, once `fully_shard` has cut them over `dp_shard`, and
+            other than experts over `ep`, too.
         gradients, optimizer: of the same elements.
         gathered: all parameters as the model axes cut them; with `fully_shard` only a few layers
             of these exist at a time.
@@ -148,12 +152,23 @@ def local_shape(plan: ShardingPlan, spec: ParameterSpec) -> tuple[int, ...]:
     return tuple(Layout(plan.mesh, placements, spec.shape).local_shape((0,) * plan.mesh.ndim))
 
 
+def shard_axis(plan: ShardingPlan, spec: ParameterSpec) -> tuple[str, int]:
+    """Name and size of the axis over which `fully_shard` cuts a parameter."""
+    size = axis_size(plan, SHARD_AXIS)
+    experts = axis_size(plan, EXPERT_AXIS)
+    own = EXPERT_AXIS in dict(spec.contract.placements)
+    if experts == 1 or own or SHARD_AXIS not in plan.mesh.axis_names:
+        return SHARD_AXIS, size
+    return WIDE_AXIS, size * experts
+
+
 def shard_elements(plan: ShardingPlan, spec: ParameterSpec) -> int:
-    """Elements left once `fully_shard` has cut the rows over `dp_shard`, too."""
+    """Elements left once `fully_shard` has cut the rows, too."""
     shape = local_shape(plan, spec)
     if not shape:
         return 1
-    return math.ceil(shape[0] / axis_size(plan, SHARD_AXIS)) * math.prod(shape[1:])
+    _, ways = shard_axis(plan, spec)
+    return math.ceil(shape[0] / ways) * math.prod(shape[1:])
 
 
 def hidden_size(plan: ShardingPlan) -> int:
@@ -279,7 +294,7 @@ def _walk(
 def _region_messages(plan: ShardingPlan, workload: Workload) -> Iterator[Message]:
     for spec in plan.boundaries:
         function = spec.region.function if spec.region is not None else ""
-        if function == DISPATCH:
+        if function in (DISPATCH, DISPATCH_WITH_BIASES):
             yield from _dispatch(plan, workload, spec)
         elif function == GATHERED_ATTENTION:
             yield from _gathered_keys(plan, workload, spec)
@@ -320,7 +335,10 @@ def _settlement(plan: ShardingPlan, workload: Workload) -> Iterator[Message]:
     """Gradients that are summands: one fused all-reduce for each axis and reduction."""
     sizes: Counter[tuple[str, str]] = Counter()
     for spec in plan.parameters:
+        wide = shard_axis(plan, spec)[0] == WIDE_AXIS
         for axis, gradient in spec.contract.grad_placements:
+            if wide and axis == EXPERT_AXIS:
+                continue  # averaged where the gradients are scattered
             if axis_size(plan, axis) > 1 and isinstance(gradient, Partial):
                 elements = shard_elements(plan, spec)
                 sizes[axis, gradient.reduce_op] += elements * workload.element_size
@@ -330,14 +348,15 @@ def _settlement(plan: ShardingPlan, workload: Workload) -> Iterator[Message]:
 
 def _data_parallel(plan: ShardingPlan, workload: Workload) -> Iterator[Message]:
     """`fully_shard` as it is by default: gathered for forward and again for backward."""
-    shards, replicas = axis_size(plan, SHARD_AXIS), axis_size(plan, REPLICATE_AXIS)
-    for spec in plan.parameters if shards > 1 or replicas > 1 else ():
+    replicas = axis_size(plan, REPLICATE_AXIS)
+    for spec in plan.parameters:
+        axis, shards = shard_axis(plan, spec)
         shard = shard_elements(plan, spec) * workload.element_size
         if shards > 1:
             whole = shard * shards
-            yield Message(spec.name, SHARD_AXIS, "all_gather", "forward", whole)
-            yield Message(spec.name, SHARD_AXIS, "all_gather", "backward", whole)
-            yield Message(spec.name, SHARD_AXIS, "reduce_scatter", "backward", whole)
+            yield Message(spec.name, axis, "all_gather", "forward", whole)
+            yield Message(spec.name, axis, "all_gather", "backward", whole)
+            yield Message(spec.name, axis, "reduce_scatter", "backward", whole)
         if replicas > 1:
             yield Message(spec.name, REPLICATE_AXIS, "all_reduce", "backward", shard)
 

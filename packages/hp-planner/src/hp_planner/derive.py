@@ -18,6 +18,7 @@ from hp_planner.override_file import Overrides, read_overrides
 from hp_planner.overrides import merge_overrides
 from hp_planner.rules import classify_roles
 from hp_planner.settings import Settings, read_mesh
+from hp_planner.stated_orders import state_orders
 from hp_planner.templates import instantiate_templates
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def derive(graph: ModuleGraph, settings: Settings, overrides: Overrides = ()) ->
         PlanError: an override cannot be applied.
         LintError: the plan breaks rules; all of them are listed.
     """
+    graph = state_orders(graph, settings, overrides)
     roles = classify_roles(graph)
     groups = group_boundaries(graph, roles)
     boundaries = infer_boundary_types(graph, groups)

@@ -13,6 +13,8 @@ from attrs import frozen
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode, join, parent
 
 LINEAR = "torch.nn.modules.linear.Linear"
+# Forwards that multiply with the weight and add the bias, and do no more.
+LINEARS = (LINEAR, "transformers.models.falcon.modeling_falcon.FalconLinear")
 CONV1D_OF_TRANSFORMERS = "transformers.pytorch_utils.Conv1D"
 EMBEDDING_MODULE = "torch.nn.modules.sparse.Embedding"
 
@@ -59,7 +61,7 @@ def plain_linear(evidence: Evidence) -> str:
     owner = evidence.module.forward.owner
     if not evidence.module.is_a(LINEAR):
         return f"{evidence.module.class_name} is not a torch.nn.Linear, whose weight is [out, in]"
-    return "" if owner == LINEAR else f"its forward is {owner}'s, not torch.nn.Linear's"
+    return "" if owner in LINEARS else f"its forward is {owner}'s, not torch.nn.Linear's"
 
 
 def is_transposed(module: ModuleNode) -> bool:
@@ -99,7 +101,7 @@ def lookup_table(evidence: Evidence) -> str:
         return f"{evidence.module.class_name} is not a torch.nn.Embedding"
     rows = evidence.parameter.shape[0]
     vocabulary = evidence.graph.size("vocab_size")
-    if vocabulary is not None and rows != vocabulary:
+    if vocabulary is not None and rows < vocabulary:
         return f"it has {rows} rows, the vocabulary has {vocabulary}"
     forward = evidence.module.forward
     if forward.owner == EMBEDDING_MODULE or forward.names <= AROUND_LOOKUP:

@@ -29,6 +29,7 @@ from hp_planner.graph import ModuleGraph, ModuleNode
 from hp_planner.settings import EXPERT_AXIS, Settings
 
 DISPATCH = "hp_integration.regions:expert_parallel"
+DISPATCH_WITH_BIASES = "hp_integration.regions:expert_parallel_with_biases"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 BATCH_AVERAGE = Partial("avg")
 
@@ -73,11 +74,22 @@ def _dispatched(node: ModuleNode, spec: BoundarySpec) -> BoundarySpec:
     localize = tuple(
         LocalAttribute(name, EXPERT_AXIS, count) for name in COUNTS if known.get(name) == count
     )
+    biased = spec.region is not None and bool(spec.region.function)
     region = Region(
-        RegionKind.OPAQUE, "tokens travel to the ranks that hold their experts", DISPATCH
+        RegionKind.OPAQUE,
+        "tokens travel to the ranks that hold their experts",
+        DISPATCH_WITH_BIASES if biased else DISPATCH,
     )
     outputs = tuple(evolve(tensor, like=spec.inputs[0].where) for tensor in spec.outputs)
-    return evolve(spec, localize=(*spec.localize, *localize), region=region, outputs=outputs)
+    cut = any(tensor.inside.placements for tensor in outputs)
+    features = ", and of these its own features" if cut else ""
+    return evolve(
+        spec,
+        localize=(*spec.localize, *localize),
+        region=region,
+        outputs=outputs,
+        reason=f"fused experts, each rank some of them{features}",
+    )
 
 
 def _blank(node: ModuleNode) -> BoundarySpec:

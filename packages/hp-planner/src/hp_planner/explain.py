@@ -12,15 +12,14 @@ from collections.abc import Iterable, Sequence
 from torch.distributed.tensor import Placement, Replicate
 
 from hp_dtensor.placements import describe, is_sharding
-from hp_dtensor.plan import Contract, ShardingPlan
+from hp_dtensor.plan import BoundaryKind, Contract, ShardingPlan
 from hp_planner.cost import (
-    SHARD_AXIS,
     Workload,
-    axis_size,
     local_shape,
     memory,
     messages,
     operation,
+    shard_axis,
     shard_elements,
     totals,
 )
@@ -30,7 +29,9 @@ from hp_planner.folding import fold
 Row = tuple[str, ...]
 PARAMETER_COLUMNS = ("parameter", "role", "shape", "placement", "gradient", "why")
 BOUNDARY_COLUMNS = ("boundary", "kind", "tensor", "outside", "inside", "forward", "backward")
-COST_COLUMNS = ("axis", "collective", "messages a step", "bytes a step", "bytes a message")
+# So few collectives of one kind are told with their place.
+FEW = 2
+COST_COLUMNS = ("axis", "collective", "messages a step", "bytes a step", "average message")
 
 
 def explain(plan: ShardingPlan, workload: Workload | None = None, *, element_size: int = 4) -> str:
@@ -45,7 +46,7 @@ def explain(plan: ShardingPlan, workload: Workload | None = None, *, element_siz
         ValueError: the workload cannot be cut as the plan says.
     """
     rows = parameter_rows(plan)
-    parts = [_table(PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows]), _reasons(rows)]
+    parts = [_table(PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows]), reason_lines(rows)]
     if plan.boundaries:
         parts.append(_table(BOUNDARY_COLUMNS, boundary_rows(plan)))
     size = workload.element_size if workload is not None else element_size
@@ -56,7 +57,7 @@ def explain(plan: ShardingPlan, workload: Workload | None = None, *, element_siz
     return "\n\n".join([str(plan), *parts])
 
 
-def _reasons(rows: Iterable[Row]) -> str:
+def reason_lines(rows: Iterable[Row]) -> str:
     """Why each role, once; a reason that only some parameters of a role have names them."""
     by_role: dict[str, dict[str, list[str]]] = {}
     for row in rows:
@@ -162,20 +163,31 @@ def _with_gradient(contract: Contract) -> str:
 def collectives(plan: ShardingPlan) -> Counter[str]:
     """Boundary collectives of one forward and backward pass, by name."""
     counts: Counter[str] = Counter()
-    for row in _crossings(plan):
-        words = (word for words in row for word in words.split(", "))
+    for _, *phases in _crossings(plan):
+        words = (word for words in phases for word in words.split(", "))
         counts.update(word for word in words if word not in ("-", "slice", "keep one summand"))
     return counts
 
 
-def _crossings(plan: ShardingPlan) -> Iterable[tuple[str, str]]:
+def _places(plan: ShardingPlan) -> dict[str, list[str]]:
+    """For each collective the modules on whose boundaries it is, with its phase."""
+    found: dict[str, list[str]] = {}
+    for module, forward, backward in _crossings(plan):
+        for words, phase in ((forward, "forward"), (backward, "backward")):
+            for word in words.split(", "):
+                found.setdefault(word, []).append(f"{module or 'the model'}, {phase}")
+    return found
+
+
+def _crossings(plan: ShardingPlan) -> Iterable[tuple[str, str, str]]:
+    """Module, and what its boundary does forward and backward, for every tensor."""
     for spec in plan.boundaries:
-        for tensor in spec.inputs:
-            if not tensor.plain:
-                yield transition_words(tensor.outside, tensor.inside, plan.model_axes)
-        for tensor in spec.outputs:
-            if not tensor.plain:
-                yield transition_words(tensor.inside, tensor.outside, plan.model_axes)
+        for tensors, inward in ((spec.inputs, True), (spec.outputs, False)):
+            for tensor in tensors:
+                ends = (tensor.outside, tensor.inside)
+                source, target = ends if inward else ends[::-1]
+                if not tensor.plain:
+                    yield spec.module, *transition_words(source, target, plan.model_axes)
 
 
 def summary_lines(plan: ShardingPlan, *, element_size: int = 4) -> tuple[str, ...]:
@@ -188,15 +200,20 @@ def summary_lines(plan: ShardingPlan, *, element_size: int = 4) -> tuple[str, ..
         f"per rank: {show_bytes(cut * element_size)} of parameters after "
         f"{' x '.join(plan.model_axes) or 'no'} sharding",
     ]
-    if axis_size(plan, SHARD_AXIS) > 1:
+    axes = sorted({shard_axis(plan, spec) for spec in plan.parameters})
+    ways = ", ".join(f"{axis}={size}" for axis, size in axes if size > 1)
+    if ways:
         held = sum(shard_elements(plan, spec) for spec in plan.parameters)
         lines.append(
             f"per rank: {show_bytes(held * element_size)} held between steps once fully_shard "
-            f"cuts the rest over {SHARD_AXIS}={axis_size(plan, SHARD_AXIS)}"
+            f"cuts the rest over {ways}"
         )
-    counts = collectives(plan)
+    counts, places = collectives(plan), _places(plan)
     if counts:
-        told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items()))
+        told = ", ".join(
+            f"{count} {word}" + (f" ({', '.join(places[word])})" if count <= FEW else "")
+            for word, count in sorted(counts.items())
+        )
         lines.append(f"boundary collectives of one forward and backward pass: {told}")
     return tuple(lines)
 
@@ -226,8 +243,9 @@ def memory_lines(plan: ShardingPlan, workload: Workload) -> tuple[str, ...]:
         f"{workload.sequence} tokens a data-parallel rank, "
         f"{workload.element_size} bytes an element"
     )
+    experts = any(spec.kind is BoundaryKind.EXPERTS for spec in plan.boundaries)
     lines = [
-        f"{given}; experts evenly loaded",
+        given + ("; experts evenly loaded" if experts else ""),
         f"memory per rank: {show_bytes(found.parameters)} parameters, "
         f"{show_bytes(found.gradients)} gradients, {show_bytes(found.optimizer)} optimizer state "
         f"({workload.optimizer_bytes} bytes an element), {show_bytes(found.held)} in all",

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from attrs import frozen
 
 from hp_dtensor.placements import Replicate, describe
 from hp_dtensor.plan import BoundaryKind, BoundarySpec, Contract, ShardingPlan
+from hp_planner.axis_specs import LEFT_WHOLE
 from hp_planner.boundaries import Boundary, group_boundaries, infer_boundary_types
 from hp_planner.graph import ModuleGraph, is_inside
 from hp_planner.roles import RoleAssignment
 from hp_planner.rules import classify_roles
 from hp_planner.settings import TENSOR_AXIS
-from hp_planner.templates.contracts import LEFT_WHOLE
+from hp_planner.stated_orders import as_stated
 
 
 @frozen
@@ -47,7 +49,7 @@ class Facts:
     sequence_parallel: bool
     size: int
 
-    @property
+    @cached_property
     def specs(self) -> dict[str, BoundarySpec]:
         return {spec.module: spec for spec in self.plan.boundaries}
 
@@ -66,6 +68,7 @@ class Facts:
 
 def read_facts(graph: ModuleGraph, plan: ShardingPlan) -> Facts:
     """What `plan` says, beside what the graph alone gives."""
+    graph = as_stated(graph, plan)
     groups = group_boundaries(graph, classify_roles(graph))
     boundaries = infer_boundary_types(graph, groups)
     size = plan.mesh.size(TENSOR_AXIS) if TENSOR_AXIS in plan.mesh.axis_names else 1
@@ -88,11 +91,6 @@ def _local(plan: ShardingPlan) -> frozenset[str]:
         for spec in plan.boundaries
         if spec.reason == LEFT_WHOLE and spec.kind is not BoundaryKind.EXPERTS
     )
-
-
-def generalized(name: str) -> str:
-    """The name with its numbers opened, as an override would write it."""
-    return ".".join("*" if segment.isdecimal() else segment for segment in name.split("."))
 
 
 def show_contract(contract: Contract) -> str:

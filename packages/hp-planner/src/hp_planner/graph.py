@@ -21,7 +21,10 @@ from hp_planner.code_reading import (
     read_signature,
     stream_code,
 )
+from hp_planner.data_flow import Feeds, feeds
+from hp_planner.order import Order
 
+DROPOUT = "torch.nn.modules.dropout.Dropout"
 MODULE_LIST = "torch.nn.modules.container.ModuleList"
 
 ConfigValue = str | int | float | bool | None
@@ -61,6 +64,9 @@ class ModuleNode:
         streams: for each child that is a list of modules, how the forward runs through it.
         as_layer: why its forward may mix positions outside its parts; None if it is in no list.
         config: integers that the forward reads as `self.config.name`.
+        stated: the order of its fused weight, where an override states it.
+        rates: dropout rates above zero that it holds: `p` of a dropout module, others by name.
+        feeds: for each part that its forward calls, the parts in what that is called with.
     """
 
     name: str
@@ -74,6 +80,9 @@ class ModuleNode:
     streams: tuple[tuple[str, StreamCode], ...] = ()
     as_layer: str | None = None
     config: tuple[tuple[str, int], ...] = ()
+    stated: Order | None = None
+    rates: tuple[tuple[str, float], ...] = ()
+    feeds: Feeds = ()
 
     def attribute(self, *names: str) -> int | None:
         """The first integer attribute of these names, or None."""
@@ -85,6 +94,11 @@ class ModuleNode:
 
     def is_a(self, base: str) -> bool:
         return base in self.bases
+
+    @property
+    def drops(self) -> bool:
+        """Whether it is a `nn.Dropout`, no other class, that drops anything."""
+        return self.bases[:1] == (DROPOUT,) and bool(self.rates)
 
 
 def _index(graph: ModuleGraph) -> dict[str, ModuleNode]:
@@ -161,6 +175,11 @@ def is_inside(name: str, module: str) -> bool:
     return name != module and (not module or name.startswith(module + "."))
 
 
+def generalized(name: str) -> str:
+    """The name with its numbers opened, as an override would write it."""
+    return ".".join("*" if segment.isdecimal() else segment for segment in name.split("."))
+
+
 def read_module(model: nn.Module) -> ModuleGraph:
     """The model as frozen data. Reads only; values of tensors are never looked at.
 
@@ -191,6 +210,12 @@ class _Codes:
     signatures: dict[type, Signature] = field(factory=dict)
     layers: dict[type, str] = field(factory=dict)
     streams: dict[tuple[type, str], StreamCode] = field(factory=dict)
+    flows: dict[type, Feeds] = field(factory=dict)
+
+    def feeds(self, cls: type) -> Feeds:
+        if cls not in self.flows:
+            self.flows[cls] = feeds(cls)
+        return self.flows[cls]
 
     def signature(self, cls: type) -> Signature:
         if cls not in self.signatures:
@@ -220,6 +245,8 @@ def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleN
         streams=tuple((key, codes.stream(cls, key)) for key in lists),
         as_layer=codes.layer(cls) if in_list and module._modules else None,
         config=_read_config(module, codes.signature(cls)),
+        rates=_rates(module),
+        feeds=codes.feeds(cls) if any(_rates(part) for part in module.children()) else (),
         parameters=tuple(
             ParameterNode(
                 name=join(name, leaf),
@@ -236,6 +263,18 @@ def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleN
             for key, value in vars(module).items()
             if isinstance(value, int) and not key.startswith("_") and key != "training"
         ),
+    )
+
+
+def _rates(module: nn.Module) -> tuple[tuple[str, float], ...]:
+    """Rates of dropout above zero; a module that drops calls its own `p`."""
+    is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, float)
+        and value > 0
+        and (name == "p" if is_dropout else "drop" in name)
     )
 
 

@@ -22,12 +22,12 @@ from hp_planner.code_names import (
     PER_HEAD_NAMES,
 )
 from hp_planner.evidence import features
-from hp_planner.fused import heads_of, refinement
+from hp_planner.fused import heads_of, order_of
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside, join
 from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE, Heads, child
 from hp_planner.latent import latent_heads
 from hp_planner.layer_names import DOWN, FUSED_GATE_UP, GATE, SHARED_EXPERT, UP
-from hp_planner.proofs import fused_experts, section_order, spans_all_heads
+from hp_planner.proofs import expert_biases, fused_experts, section_order, spans_all_heads
 from hp_planner.roles import Role, RoleAssignment
 
 
@@ -118,8 +118,8 @@ def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Rol
         dense = heads_of(graph, node.name)
         if isinstance(dense, str):
             return dense
-        told = refinement(node)
-        known |= told.names if told is not None else frozenset()
+        told = order_of(node)
+        known |= told.known if told is not None else frozenset()
         stray = sorted(role.value for role in roles - IN_DENSE_ATTENTION)
         if stray:
             return f"no rule says how heads share {', '.join(stray)}"
@@ -170,12 +170,15 @@ def _is_elementwise(node: ModuleNode) -> bool:
 def _code_problem(node: ModuleNode, known: frozenset[str], arguments: frozenset[str] | None) -> str:
     children = {name.rpartition(".")[2] for name in node.children}
     unknown = sorted(node.forward.names - known - children - {p.leaf for p in node.parameters})
-    if unknown:
-        return f"its forward uses {', '.join(unknown[:6])}, of which it is not known how they act"
-    if arguments is None:
-        return ""
-    strange = [name for name in node.forward.arguments[1:] if name not in arguments]
-    return f"its forward takes {', '.join(strange)}" if strange else ""
+    vouched = node.stated.names if node.stated is not None else frozenset()
+    taken = node.forward.arguments[1:] if arguments is not None else ()
+    strange = [name for name in taken if name not in (arguments or ()) and name not in vouched]
+    uses = f"its forward uses {', '.join(unknown if node.stated else unknown[:6])}"
+    uses += ", of which it is not known how they act"
+    takes = f"its forward takes {', '.join(strange)}"
+    # Whoever states an order is told all that is still to be said.
+    told = [text for text, names in ((uses, unknown), (takes, strange)) if names]
+    return "; ".join(told if node.stated else told[:1])
 
 
 def size_problem(node: ModuleNode) -> str:
@@ -195,9 +198,10 @@ def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     if extra:
         return f"no rule says how features share {', '.join(extra)}"
     fused = child(graph, node.name, FUSED_GATE_UP)
-    if fused is not None and "chunk" not in node.forward.names:
+    if fused is not None and node.stated is None and "chunk" not in node.forward.names:
         return "the order of gate and up inside the fused weight cannot be known"
     known = MLP_NAMES | ({"chunk"} if fused is not None else frozenset())
+    known |= node.stated.known if node.stated is not None else frozenset()
     return _code_problem(node, known, frozenset()) or size_problem(node)
 
 
@@ -236,8 +240,9 @@ def experts_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     shapes = fused_experts(node, graph.size("hidden_size"))
     if isinstance(shapes, str):
         return shapes
-    if any(p.leaf not in ("gate_up_proj", "down_proj") for p in node.parameters):
-        return "every rank would add the biases of its experts, once too often"
+    stray = sorted({p.leaf for p in node.parameters} - {"gate_up_proj", "down_proj"})
+    if stray and not expert_biases(node, shapes):
+        return f"no rule says how features share {', '.join(stray)}"
     if node.children and any(
         (inner := graph.find(name)) is not None and inner.parameters for name in node.children
     ):

@@ -9,6 +9,7 @@ from hp_dtensor.plan import BoundaryKind, Contract
 from hp_planner.axis_specs import without_axis
 from hp_planner.facts import Facts, Violation, show_contract
 from hp_planner.settings import CONTEXT_AXIS
+from hp_planner.stream import final_norm
 
 
 def check_neighbours(facts: Facts) -> Iterator[Violation]:
@@ -40,7 +41,7 @@ Edge = tuple[str, Contract, str, Contract]
 
 def _edges(facts: Facts) -> Iterator[Edge]:
     """Pairs of contracts that meet: along the layers, and inside each layer with its stream."""
-    specs = facts.specs
+    specs, norm = facts.specs, final_norm(facts.graph)
     chain = [
         specs[b.module]
         for kind in (BoundaryKind.EMBEDDING, BoundaryKind.LAYER)
@@ -52,7 +53,8 @@ def _edges(facts: Facts) -> Iterator[Edge]:
     for kind in tail:
         for boundary in facts.boundaries:
             in_model = boundary.home == "" and boundary.module in specs
-            if boundary.kind is kind and in_model:
+            last = kind is BoundaryKind.HEAD or boundary.module == norm
+            if boundary.kind is kind and in_model and last:
                 chain.append(specs[boundary.module])
     for giver, taker in pairwise(chain):
         yield (

@@ -6,6 +6,8 @@ parameter, or a glob (`*` crosses dots). Values:
 - `auto`: as derived;
 - `none`: leave whole on every rank (for a block, hidden states are gathered around it);
 - `{tp: S(0)}`, `{tp: R grad P}`: placement of a parameter, and of its gradient where it differs;
+- `{order: q|k|v}`: in which order the rows of a block's fused weight lie (`hp_planner.order`);
+  `names` and `divide` beside it say what else its forward uses;
 - `{when: {axis: tp, min: 2, boundary: moe, config: {model_type: qwen3_moe}}, use: none}`, or with
   placements in place of `use`: only where every condition holds.
 
@@ -30,6 +32,7 @@ from hp_dtensor.plan import BoundaryKind, Contract
 from hp_dtensor.plan_yaml import parse_placement
 from hp_planner.errors import PlanError
 from hp_planner.graph import ConfigValue
+from hp_planner.order import ORDERS, Order
 from hp_planner.settings import DATA_AXES, MODEL_AXES
 
 DECLARED = "declared"
@@ -45,7 +48,9 @@ class Sentinel(enum.Enum):
     NONE = "none"
 
 
-Value = Sentinel | Contract
+ORDER_KEYS = ("order", "names", "divide")
+
+Value = Sentinel | Contract | Order
 
 
 @frozen
@@ -127,7 +132,7 @@ def _read_entry(key: str, value: Any) -> Override:
 
 
 def _axes(value: Any) -> tuple[str, ...]:
-    return tuple(value) if isinstance(value, Mapping) else ()
+    return tuple(value) if isinstance(value, Mapping) and "order" not in value else ()
 
 
 def _read_value(key: str, value: Any) -> Value:
@@ -137,9 +142,11 @@ def _read_value(key: str, value: Any) -> Value:
         raise PlanError(f"override {key!r} is empty; write `none` (as a word) to leave it whole")
     if not isinstance(value, Mapping) or not value:
         raise PlanError(
-            f"override {key!r}: expected auto, none, placements such as {{tp: S(0)}}, or a "
-            f"mapping with `when`; found {value!r}"
+            f"override {key!r}: expected auto, none, placements such as {{tp: S(0)}}, "
+            f"{{order: ...}}, or a mapping with `when`; found {value!r}"
         )
+    if "order" in value:
+        return _read_order(key, value)
     placements: dict[str, Placement] = {}
     gradients: dict[str, Placement] = {}
     for axis, text in value.items():
@@ -156,6 +163,30 @@ def _read_value(key: str, value: Any) -> Value:
         return Contract(placements, gradients)
     except ValueError as error:
         raise PlanError(f"override {key!r}: {error}") from error
+
+
+def _read_order(key: str, value: Mapping[str, Any]) -> Order:
+    """`{order: q|k|v, names: [split], divide: [split_size]}`."""
+    unknown = [name for name in value if name not in ORDER_KEYS]
+    if unknown:
+        raise PlanError(
+            f"override {key!r}: beside `order` stand {', '.join(ORDER_KEYS[1:])} only; found "
+            f"{', '.join(map(str, unknown))}"
+        )
+    if value["order"] not in ORDERS:
+        raise PlanError(
+            f"override {key!r}: no order {value['order']!r}; orders: {', '.join(ORDERS)}"
+        )
+    lists: dict[str, frozenset[str]] = {}
+    for label in ORDER_KEYS[1:]:
+        names = value.get(label, ())
+        words = isinstance(names, list | tuple) and all(
+            isinstance(name, str) and name.isidentifier() for name in names
+        )
+        if not words:
+            raise PlanError(f"override {key!r}: `{label}` takes a list of names, found {names!r}")
+        lists[label] = frozenset(names)
+    return Order(value["order"], lists["names"], lists["divide"], source=key)
 
 
 def _placement(key: str, text: str) -> Placement:

@@ -17,6 +17,7 @@ from hp_planner.errors import PlanError
 from hp_planner.expert_axis import BATCH_AVERAGE
 from hp_planner.folding import fold, split_numbers
 from hp_planner.graph import ModuleGraph, is_inside
+from hp_planner.order import Order
 from hp_planner.override_file import DECLARED, Override, Overrides, Sentinel
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS, Settings
@@ -125,7 +126,8 @@ def merge_overrides(
     if not overrides:
         return plan
     targets = Targets.of(graph, boundaries)
-    chosen, problems = _choose(targets, settings, overrides)
+    chosen, problems = choose(targets, settings, overrides)
+    chosen = {name: o for name, o in chosen.items() if not isinstance(o.value, Order)}
     if not problems:
         problems = _unusable(targets, settings, chosen)
     if problems:
@@ -138,7 +140,7 @@ def merge_overrides(
 Chosen = dict[str, Override]
 
 
-def _choose(targets: Targets, settings: Settings, overrides: Overrides) -> tuple[Chosen, list[str]]:
+def choose(targets: Targets, settings: Settings, overrides: Overrides) -> tuple[Chosen, list[str]]:
     """The one override that counts for every name reached, exact names first."""
     chosen: Chosen = {}
     problems: list[str] = []

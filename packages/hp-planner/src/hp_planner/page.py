@@ -97,7 +97,7 @@ def _summary(plan: ShardingPlan, workload: Workload | None) -> str:
         )
         table = (
             "<table class=cost><thead><tr><th>axis</th><th>collective</th><th>messages</th>"
-            "<th>bytes a step</th><th>bytes a message</th></tr></thead>"
+            "<th>bytes a step</th><th>average message</th></tr></thead>"
             f"<tbody>{rows}</tbody></table>"
         )
     items = "".join(f"<li>{escape(line)}</li>" for line in lines)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from hp_dtensor.plan import Contract, ShardingPlan
-from hp_planner.facts import Facts, Violation, generalized, show_contract
-from hp_planner.graph import ModuleGraph
+from hp_dtensor.plan import REPLICATED, Contract, ShardingPlan
+from hp_planner.facts import Facts, Violation, show_contract
+from hp_planner.graph import ModuleGraph, generalized
 from hp_planner.loss_axis import is_loss_parallel
 from hp_planner.override_file import DECLARED
+from hp_planner.remedies import computed_whole, remedy
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
-from hp_planner.settings import TENSOR_AXIS, Settings
-from hp_planner.templates import instantiate_templates
+from hp_planner.settings import Settings
+from hp_planner.templates import Context, instantiate_templates
 
 
 def check_coverage(facts: Facts) -> Iterator[Violation]:
@@ -20,7 +21,7 @@ def check_coverage(facts: Facts) -> Iterator[Violation]:
     counts = Counter(spec.name for spec in facts.plan.parameters)
     aliases = facts.graph.aliases
     nodes = {p.name: p for p in facts.graph.parameters if p.name not in aliases}
-    members = facts.members
+    members, context = facts.members, _context(facts)
     for name, node in nodes.items():
         if name in counts:
             continue
@@ -30,8 +31,7 @@ def check_coverage(facts: Facts) -> Iterator[Violation]:
             name,
             f"a role with a template for this {kind} of shape {list(node.shape)}",
             _no_entry(members[name]),
-            f"override {generalized(name)!r} with its placement, such as {{{TENSOR_AXIS}: R grad "
-            "P}, or the block around it with none",
+            remedy(context, members[name]),
         )
     for spec in facts.plan.parameters:
         if spec.name not in nodes:
@@ -48,6 +48,11 @@ def check_coverage(facts: Facts) -> Iterator[Violation]:
     for name, count in counts.items():
         if count > 1:
             yield Violation("one boundary", name, "one entry", f"{count}", "remove the others")
+
+
+def _context(facts: Facts) -> Context:
+    settings = Settings(facts.plan.mesh, facts.sequence_parallel, is_loss_parallel(facts.plan))
+    return Context(facts.graph, settings, facts.boundaries, facts.local)
 
 
 def _no_entry(member: RoleAssignment) -> str:
@@ -85,18 +90,25 @@ def check_tied(facts: Facts) -> Iterator[Violation]:
     expected = _expected(facts, untied=True)
     by_name = {spec.name: spec for spec in expected.parameters}
     members = facts.members
+    declared = {s.name: s.contract for s in facts.plan.parameters if s.role == DECLARED}
+    context = _context(facts)
     for names in facts.plan.tied:
         for name in names[1:]:
+            alike = names[0] in declared and declared[names[0]] == REPLICATED
+            if alike and name in members and computed_whole(context, members[name]):
+                continue
             if name in members and name not in by_name:
                 yield Violation(
                     "tied",
                     name,
                     f"a role with a template under this name of {names[0]} too",
                     members[name].reason,
-                    f"override {generalized(name.rpartition('.')[0])!r} and the module of "
-                    f"{names[0]} with none",
+                    f"override {generalized(name.rpartition('.')[0])!r} with none and override "
+                    f"{generalized(names[0].rpartition('.')[0])!r} with none",
                 )
         contracts = {name: by_name[name].contract for name in names if name in by_name}
+        if names[0] not in contracts and names[0] in declared:
+            contracts[names[0]] = declared[names[0]]
         if len(set(contracts.values())) > 1:
             found = ", ".join(f"{n} {show_contract(c)}" for n, c in contracts.items())
             yield Violation(
@@ -104,7 +116,9 @@ def check_tied(facts: Facts) -> Iterator[Violation]:
                 names[0],
                 "one placement under all names of a tied parameter",
                 found,
-                f"override all of {', '.join(n.rpartition('.')[0] for n in names)} alike",
+                " and ".join(
+                    f"override {generalized(n.rpartition('.')[0])!r} with none" for n in names
+                ),
             )
 
 

@@ -8,6 +8,9 @@ from hp_planner.evidence import Evidence, expert_count, features
 from hp_planner.graph import ModuleGraph, ModuleNode, join
 from hp_planner.heads import Heads, attention_heads, child
 from hp_planner.layer_names import DOWN, FUSED_GATE_UP, GATE, ROUTER, UP
+from hp_planner.order import INTERLEAVED
+
+ORDER_UNKNOWN = "the order of gate and up"
 
 
 def mlp_shapes(evidence: Evidence) -> str:
@@ -90,6 +93,18 @@ def fused_experts(node: ModuleNode, hidden: int | None) -> ExpertShapes | str:
     )
 
 
+def expert_biases(node: ModuleNode, shapes: ExpertShapes) -> bool:
+    """Whether what the module holds beside its weights are one bias for each, of every expert."""
+    down = node.parameter("down_proj")
+    hidden = down.shape[3 - shapes.down_dim] if down is not None else 0
+    wanted = {
+        "gate_up_proj_bias": (shapes.experts, 2 * shapes.intermediate),
+        "down_proj_bias": (shapes.experts, hidden),
+    }
+    found = {p.leaf: p.shape for p in node.parameters if len(p.shape) < 3}
+    return found == wanted
+
+
 def expert_shapes(evidence: Evidence) -> str:
     shapes = fused_experts(evidence.module, evidence.hidden)
     if isinstance(shapes, str):
@@ -97,16 +112,19 @@ def expert_shapes(evidence: Evidence) -> str:
     if child(evidence.graph, evidence.block, ROUTER) is None:
         return "beside it there is no router"
     if section_order(evidence.module) is None:
-        return "the order of gate and up inside gate_up_proj cannot be known"
+        return f"{ORDER_UNKNOWN} inside gate_up_proj cannot be known"
     return ""
 
 
 def section_order(node: ModuleNode) -> str | None:
-    """`halves` or `interleaved`: from flags of the module or from its forward; None if unknown."""
+    """`halves` or `interleaved`: stated, from flags of the module, or from its forward; None if
+    unknown."""
+    if node.stated is not None:
+        return INTERLEAVED if node.stated.name == INTERLEAVED else "halves"
     concatenated, splits = node.attribute("is_concatenated"), "chunk" in node.forward.names
     if splits:
         return None if concatenated == 0 else "halves"
-    return "interleaved" if concatenated == 0 else None
+    return INTERLEAVED if concatenated == 0 else None
 
 
 def has_experts(graph: ModuleGraph, block: str) -> bool:

@@ -29,6 +29,7 @@ from hp_planner.evidence import (
     takes_hidden,
     vector,
 )
+from hp_planner.fused import order_of
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode
 from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE
 from hp_planner.layer_names import (
@@ -39,7 +40,7 @@ from hp_planner.layer_names import (
     UP,
 )
 from hp_planner.proofs import expert_shapes, is_head_norm, mlp_shapes
-from hp_planner.roles import Role, RoleAssignment
+from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 
 
 def _patterns(texts: Iterable[str]) -> tuple[re.Pattern[str], ...]:
@@ -153,6 +154,13 @@ RULES: tuple[Rule, ...] = (
     _linear(Role.UP, UP, INTO_MLP, MLP_FITS),
     _linear(Role.FUSED_GATE_UP, FUSED_GATE_UP, INTO_MLP, MLP_FITS),
     _linear(Role.DOWN, DOWN, OUT_OF_MLP, MLP_FITS),
+    Rule(
+        Role.UP,
+        ("intermediate", "dense", WEIGHT_OR_BIAS),
+        2,
+        INTO,
+        "way into the inner features of an MLP whose halves are modules of their own",
+    ),
     _linear(Role.ATTENTION_OUTPUT, OUTPUT, OUT_OF, PROJECTS),
     _linear(
         Role.ATTENTION_GATE,
@@ -233,7 +241,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         Role.HEAD,
-        ("lm_head|output|embed_out|output_projection|decoder|proj_out|head", WEIGHT_OR_BIAS),
+        (
+            "lm_head|output|embed_out|output_projection|decoder|proj_out|head|lm_loss"
+            "|generator_lm_head",
+            WEIGHT_OR_BIAS,
+        ),
         1,
         all_of(plain_linear, scores_vocabulary),
         "linear with one score per vocabulary entry",
@@ -260,9 +272,29 @@ REFUSALS: tuple[Refusal, ...] = (
 
 def classify_roles(graph: ModuleGraph) -> tuple[RoleAssignment, ...]:
     """Pass 1: the role of every name of every parameter, in the graph's order."""
-    return tuple(
+    found = tuple(
         _assign(graph, node, parameter) for node in graph.modules for parameter in node.parameters
     )
+    by_name = {member.name: member for member in found}
+    return tuple(_as_tied(graph, member, by_name) for member in found)
+
+
+def _as_tied(
+    graph: ModuleGraph, member: RoleAssignment, by_name: dict[str, RoleAssignment]
+) -> RoleAssignment:
+    """A name that is only held, never read by its module, has the role of what it is tied to."""
+    if member.role not in NO_TEMPLATE:
+        return member
+    if member.parameter.leaf in graph.module(member.parameter.module).forward.own:
+        return member
+    for names in graph.tied:
+        if member.name not in names:
+            continue
+        for other in (by_name[name] for name in names):
+            if other.role in (Role.EMBEDDING, Role.HEAD):
+                reason = f"tied to {other.name}: {other.reason}"
+                return RoleAssignment(member.parameter, other.role, other.boundary, reason)
+    return member
 
 
 def _assign(graph: ModuleGraph, module: ModuleNode, parameter: ParameterNode) -> RoleAssignment:
@@ -276,10 +308,24 @@ def _assign(graph: ModuleGraph, module: ModuleNode, parameter: ParameterNode) ->
             boundary = ".".join(parameter.name.split(".")[: -rule.depth])
             if rule.role in (Role.ROUTER, Role.ROUTER_BIAS):
                 boundary = block_of_experts(graph, module.name) or boundary
-            return RoleAssignment(parameter, rule.role, boundary, rule.because)
+            because = _with_order(graph, rule, boundary, parameter)
+            return RoleAssignment(parameter, rule.role, boundary, because)
         objections.append(f"it is named like {rule.role.value}, but {objection}")
     role, reason = _why_not(parameter, objections)
     return RoleAssignment(parameter, role, module.name, reason)
+
+
+FUSED_ROLES = (Role.FUSED_QKV, Role.FUSED_GATE_UP, Role.EXPERT_GATE_UP, Role.QUERY)
+
+
+def _with_order(graph: ModuleGraph, rule: Rule, boundary: str, parameter: ParameterNode) -> str:
+    """The rule, and the order of a fused weight's rows with what tells it."""
+    node = graph.find(boundary) if rule.role in FUSED_ROLES else None
+    order = order_of(node) if node is not None else None
+    if order is None or parameter.leaf == "bias":
+        return rule.because
+    told = order.told() if node is not None and node.stated else f"{order.name}: {order.source}"
+    return f"{rule.because}; {told}"
 
 
 def _why_not(parameter: ParameterNode, objections: list[str]) -> tuple[Role, str]:

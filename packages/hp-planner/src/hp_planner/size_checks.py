@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from hp_dtensor.placements import SectionedShard, Shard, describe
 from hp_dtensor.plan import BoundaryKind, ParameterSpec
-from hp_planner.facts import Facts, Violation, generalized
+from hp_planner.facts import Facts, Violation
 from hp_planner.fused import heads_of
+from hp_planner.graph import generalized
 from hp_planner.heads import Heads
 from hp_planner.latent import LatentHeads, latent_heads
 from hp_planner.manners import Manner
@@ -82,10 +83,11 @@ def check_divisibility(facts: Facts) -> Iterator[Violation]:
 def _uneven(facts: Facts, spec: ParameterSpec, dim: int, length: int) -> Violation:
     vocabulary = spec.role in ("embedding", "head", "head_bias")
     what = "vocabulary" if vocabulary else f"dim {dim}"
+    none = f"override {generalized(spec.boundary)!r} with none"
     remedy = (
-        f"pad the vocabulary to a multiple of {facts.size}, or override the module with none"
+        f"pad the vocabulary to a multiple of {facts.size}, or {none}"
         if vocabulary
-        else f"use a {TENSOR_AXIS} that divides {length}, or override the module with none"
+        else f"use a {TENSOR_AXIS} that divides {length}, or {none}"
     )
     expected = f"{what} in a multiple of {TENSOR_AXIS}={facts.size}"
     return Violation("divisibility", spec.name, expected, f"{length}", remedy)

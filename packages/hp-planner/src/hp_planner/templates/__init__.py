@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hp_dtensor.plan import BoundaryKind, ParameterSpec, ShardingPlan
-from hp_planner.axis_specs import spec_without_axis
+from hp_planner.axis_specs import LEFT_WHOLE, spec_without_axis
 from hp_planner.boundaries import Boundary
 from hp_planner.context_axis import add_context_axis
 from hp_planner.expert_axis import add_expert_axis
@@ -25,7 +25,8 @@ from hp_planner.settings import TENSOR_AXIS, Settings
 from hp_planner.templates.attention import attention
 from hp_planner.templates.block import local
 from hp_planner.templates.context import Context
-from hp_planner.templates.contracts import LEFT_WHOLE, Drafted, replicated
+from hp_planner.templates.contracts import Drafted, replicated
+from hp_planner.templates.dropouts import add_dropouts
 from hp_planner.templates.mixer import mixer
 from hp_planner.templates.mlp import mlp
 from hp_planner.templates.moe import experts, moe, whole_experts
@@ -90,7 +91,7 @@ def instantiate_templates(
     )
     with_experts = add_expert_axis(graph, boundaries, settings, local, made)
     with_context = add_context_axis(graph, boundaries, settings, local, with_experts)
-    return keep_logits_sharded(settings, with_context)
+    return keep_logits_sharded(settings, add_dropouts(context, with_context))
 
 
 def _unnamed_local(context: Context) -> tuple[Boundary, ...]:

@@ -13,12 +13,14 @@ from hp_dtensor.plan import (
 from hp_planner.boundaries import Boundary
 from hp_planner.code_names import LOCAL_SIZES
 from hp_planner.evidence import is_transposed
-from hp_planner.fused import heads_of, refinement
+from hp_planner.fused import heads_of, order_of, section_rows
 from hp_planner.graph import ModuleNode
 from hp_planner.heads import Heads
 from hp_planner.manners import COLUMNWISE, ROWWISE, Manner
+from hp_planner.order import Order
 from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS
+from hp_planner.shared_heads import SHARED_ROLES, with_shared_heads
 from hp_planner.templates.block import whole, whole_block
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import (
@@ -51,12 +53,14 @@ def attention(context: Context, boundary: Boundary) -> Drafted:
 def _by_heads(context: Context, boundary: Boundary) -> Drafted:
     """What makes q, k and v of heads is cut by rows, the output projection by columns.
 
-    Everything replicated inside is used on a share of the heads, so its gradient is a summand.
+    Everything replicated inside is used on a share of the heads, so its gradient is a summand;
+    so are k and v where there are fewer of their heads than ranks (`hp_planner.shared_heads`).
     """
     graph = context.graph
     node = graph.module(boundary.module)
     before, after = context.exchange(boundary)
-    told = refinement(node)
+    told = order_of(node)
+    shared = context.shared_heads(boundary) is not None
     contracts: Members = ()
     late: BoundarySpec | None = None
     sized: dict[str, BoundarySpec] = {}
@@ -65,8 +69,11 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
             continue
         holder = graph.module(member.parameter.module)
         contract = SUMMED_GRADIENT
-        if member.role is Role.FUSED_QKV and told is not None and told.order == "sections":
-            contract = _sections(heads_of(graph, node.name), is_transposed(holder), member)
+        if member.role is Role.FUSED_QKV and told is not None and told.sections:
+            contract = _sections(_rows(context, node, told), is_transposed(holder), member)
+            sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.ATTENTION)}
+        elif shared and member.role in SHARED_ROLES:
+            pass
         elif member.role in COLUMNWISE:
             contract = column_weight(holder, member.is_bias)
             sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.ATTENTION)}
@@ -81,18 +88,23 @@ def _by_heads(context: Context, boundary: Boundary) -> Drafted:
         kind=BoundaryKind.ATTENTION,
         inputs=(BoundaryTensor(first_argument(node), before, SUMMED_GRADIENT), *plain(node)),
         outputs=(BoundaryTensor(result(node), after, after if late else PARTIAL),),
-        localize=local_sizes(node, LOCAL_SIZES),
+        localize=local_sizes(node, LOCAL_SIZES | (told.divide if told else frozenset())),
         reason="every rank computes its own heads",
     )
+    spec = with_shared_heads(spec) if shared else spec
     return Drafted(contracts, (spec, *sized.values(), *((late,) if late else ())))
 
 
-def _sections(heads: Heads | str, transposed: bool, member: RoleAssignment) -> Contract:
-    """q, k and v each cut by itself, so that every rank holds whole heads of all three."""
+def _rows(context: Context, node: ModuleNode, told: Order) -> tuple[int, ...]:
+    heads = heads_of(context.graph, node.name)
     assert isinstance(heads, Heads)
+    return section_rows(told, heads)
+
+
+def _sections(rows: tuple[int, ...], transposed: bool, member: RoleAssignment) -> Contract:
+    """q, k and v each cut by itself, so that every rank holds whole heads of all three."""
     dim = 1 if transposed and not member.is_bias else 0
-    query, key_value = heads.query * heads.dim, heads.key_value * heads.dim
-    return Contract({TENSOR_AXIS: SectionedShard(dim, (query, key_value, key_value))})
+    return Contract({TENSOR_AXIS: SectionedShard(dim, rows)})
 
 
 def _head_by_head(member: RoleAssignment) -> bool:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hp_dtensor.plan import REPLICATED, BoundaryKind, BoundarySpec, BoundaryTensor
+from hp_planner.axis_specs import LEFT_WHOLE
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleNode
 from hp_planner.roles import Role
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import (
-    LEFT_WHOLE,
     SUMMED_GRADIENT,
     Drafted,
     by_role,

@@ -5,11 +5,14 @@ from __future__ import annotations
 from attrs import field, frozen
 
 from hp_dtensor.plan import REPLICATED, BoundaryKind, Contract
+from hp_planner.after_norm import between_norm_and_head
 from hp_planner.boundaries import Boundary
 from hp_planner.fused import heads_of
 from hp_planner.graph import ModuleGraph, is_inside
+from hp_planner.heads import Heads
 from hp_planner.manners import Manner
 from hp_planner.settings import Settings
+from hp_planner.shared_heads import needs_sharing, sharing_problem
 from hp_planner.stream import final_norm
 from hp_planner.templates.contracts import PARTIAL, SEQUENCE, SUMMED_GRADIENT
 
@@ -58,6 +61,7 @@ class Context:
             len(heads) == 1
             and heads[0].module not in self.local
             and heads[0].manner is Manner.SHARDED
+            and not between_norm_and_head(self.graph, self.boundaries, self.final_norm)
         )
         return SUMMED_GRADIENT if shards and self.stream != REPLICATED else REPLICATED
 
@@ -90,7 +94,7 @@ class Context:
         return home if self.manner(home) is Manner.SHARDED else self.sharded_home(home)
 
     def manner(self, boundary: Boundary) -> Manner:
-        """The boundary's manner on this mesh: heads that do not divide are left together."""
+        """The boundary's manner on this mesh: heads that ranks cannot share are left together."""
         return Manner.BY_LINEAR if self.uneven(boundary) else boundary.manner
 
     def problem(self, boundary: Boundary) -> str:
@@ -98,11 +102,19 @@ class Context:
         return self.uneven(boundary) or boundary.problem
 
     def uneven(self, boundary: Boundary) -> str:
-        """Fewer key/value heads than ranks: every rank computes all heads."""
+        """Too few key/value heads, and why ranks cannot share them: every rank computes all."""
+        heads = self.shared_heads(boundary)
+        if heads is None:
+            return ""
+        why = sharing_problem(self.graph, boundary.module, heads, boundary.members)
+        few = f"{heads.key_value} key/value heads are too few for {self.settings.tensor_size} ranks"
+        return f"{few}, which cannot share them: {why}" if why else ""
+
+    def shared_heads(self, boundary: Boundary) -> Heads | None:
+        """The heads of an attention whose key/value heads do not divide over the ranks."""
         if boundary.kind is not BoundaryKind.ATTENTION or boundary.manner is not Manner.SHARDED:
-            return ""
+            return None
         heads = heads_of(self.graph, boundary.module)
-        size = self.settings.tensor_size
-        if isinstance(heads, str) or heads.key_value % size == 0 or heads.query % size:
-            return ""
-        return f"{heads.key_value} key/value heads are too few for {size} ranks"
+        if isinstance(heads, str) or not needs_sharing(heads, self.settings.tensor_size):
+            return None
+        return heads

@@ -28,7 +28,6 @@ SUMMED_GRADIENT = replicated_with_partial_gradient(TENSOR_AXIS)
 SEQUENCE = sharded(TENSOR_AXIS, 1)
 ROWS = sharded(TENSOR_AXIS, 0)
 COLUMNS = sharded(TENSOR_AXIS, 1)
-LAST_OF_THREE = sharded(TENSOR_AXIS, 2)
 LAST = sharded(TENSOR_AXIS, -1)
 
 # Arguments that carry no layout: ids, masks, position tables. The model's masks and positions are
@@ -36,8 +35,6 @@ LAST = sharded(TENSOR_AXIS, -1)
 # is declared where a layer takes it.
 MODEL_INPUTS = ("input_ids", "labels")
 PLAIN_INPUTS = ("position_embeddings", "attention_mask", "position_ids")
-
-LEFT_WHOLE = "left whole by an override"
 
 
 @frozen

@@ -17,10 +17,11 @@ from hp_dtensor.plan import (
 )
 from hp_planner.boundaries import Boundary
 from hp_planner.evidence import features, is_transposed
-from hp_planner.fused import refinement
-from hp_planner.graph import ModuleNode
+from hp_planner.fused import order_of
+from hp_planner.graph import ModuleNode, generalized
 from hp_planner.manners import COLUMNWISE, ROWWISE
-from hp_planner.roles import NO_TEMPLATE, Role
+from hp_planner.order import INTERLEAVED, PER_GROUP, PER_HEAD
+from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import (
@@ -33,6 +34,12 @@ from hp_planner.templates.contracts import (
     Members,
     first_argument,
 )
+
+# What an override may state about the rows of a fused weight.
+ORDERS_OF = {
+    Role.FUSED_QKV: ("q|k|v", PER_HEAD, PER_GROUP),
+    Role.FUSED_GATE_UP: ("gate|up", INTERLEAVED),
+}
 
 
 def column_weight(node: ModuleNode, is_bias: bool) -> Contract:
@@ -86,7 +93,7 @@ def row_layer(node: ModuleNode, kind: BoundaryKind) -> BoundarySpec:
 def by_linear(context: Context, boundary: Boundary) -> Drafted:
     """A block whose linear layers are sharded one by one; all else is computed on every rank."""
     size, why = context.settings.tensor_size, context.problem(boundary)
-    unordered = refinement(context.graph.module(boundary.module)) is None
+    unordered = order_of(context.graph.module(boundary.module)) is None
     contracts: Members = ()
     specs: dict[str, BoundarySpec] = {}
     for member in boundary.members:
@@ -105,17 +112,18 @@ def by_linear(context: Context, boundary: Boundary) -> Drafted:
             specs[node.name] = row_layer(node, kind)
         if contract == REPLICATED and not member.is_bias:
             member = evolve(member, reason=f"{member.reason}; replicated: {why}")
-        elif unordered and member.role is Role.FUSED_QKV and not member.is_bias:
-            member = evolve(member, reason=f"{member.reason}; {_gathered(why)}")
+        elif unordered and member.role in ORDERS_OF and not member.is_bias:
+            member = evolve(member, reason=f"{member.reason}; {_gathered(member, why)}")
         contracts += ((member, contract),)
     return Drafted(contracts, tuple(specs.values()))
 
 
-def _gathered(why: str) -> str:
+def _gathered(member: RoleAssignment, why: str) -> str:
     """Right in any order of the rows, and dearer than heads: said by name, with the way out."""
+    block = generalized(member.boundary)
     return (
-        f"cut row by row and gathered, every rank computes all heads: {why}; no override tells "
-        "the order: separate q, k and v, or name the attention's class in refinements.yaml"
+        f"cut row by row and gathered, every rank computes all of its block: {why}; "
+        f"an override {block!r}: {{order: ...}} states it: {', '.join(ORDERS_OF[member.role])}"
     )
 
 

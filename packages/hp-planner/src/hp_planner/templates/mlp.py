@@ -8,6 +8,7 @@ from hp_planner.boundaries import Boundary
 from hp_planner.code_names import FEATURE_COUNTS
 from hp_planner.evidence import is_transposed
 from hp_planner.manners import COLUMNWISE, ROWWISE, Manner
+from hp_planner.order import INTERLEAVED
 from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment
 from hp_planner.settings import TENSOR_AXIS
 from hp_planner.templates.attention import local_sizes, row_with_bias
@@ -34,6 +35,9 @@ def mlp(context: Context, boundary: Boundary) -> Drafted:
         around = whole_block(context, boundary, context.problem(boundary))
         return Drafted(inside.contracts, (*around, *inside.specs))
     node = context.graph.module(boundary.module)
+    divide = node.stated.divide if node.stated is not None else frozenset()
+    # Where gate and up alternate, a plain cut keeps each beside its own.
+    alternate = node.stated is not None and node.stated.name == INTERLEAVED
     before, after = context.exchange(boundary)
     contracts: Members = ()
     late: BoundarySpec | None = None
@@ -43,8 +47,9 @@ def mlp(context: Context, boundary: Boundary) -> Drafted:
             continue
         holder = context.graph.module(member.parameter.module)
         contract = SUMMED_GRADIENT
-        if member.role is Role.FUSED_GATE_UP:
+        if member.role is Role.FUSED_GATE_UP and not alternate:
             contract = _halves(member, is_transposed(holder))
+            sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.MLP)}
         elif member.role in COLUMNWISE:
             contract = column_weight(holder, member.is_bias)
             sized |= {spec.module: spec for spec in sized_layer(holder, BoundaryKind.MLP)}
@@ -57,7 +62,7 @@ def mlp(context: Context, boundary: Boundary) -> Drafted:
         kind=BoundaryKind.MLP,
         inputs=(BoundaryTensor(first_argument(node), before, SUMMED_GRADIENT),),
         outputs=(BoundaryTensor(result(node), after, after if late else PARTIAL),),
-        localize=local_sizes(node, FEATURE_COUNTS),
+        localize=local_sizes(node, FEATURE_COUNTS | divide),
         reason="every rank computes its own features",
     )
     return Drafted(contracts, (spec, *sized.values(), *((late,) if late else ())))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from hp_dtensor.placements import SectionedShard
 from hp_dtensor.plan import (
     REPLICATED,
@@ -14,16 +16,17 @@ from hp_dtensor.plan import (
     RegionKind,
     sharded,
 )
+from hp_planner.axis_specs import LEFT_WHOLE
 from hp_planner.boundaries import Boundary
 from hp_planner.graph import ModuleNode
 from hp_planner.manners import Manner
+from hp_planner.order import INTERLEAVED
 from hp_planner.proofs import ExpertShapes, fused_experts, section_order
-from hp_planner.roles import Role
+from hp_planner.roles import NO_TEMPLATE, Role
 from hp_planner.settings import TENSOR_AXIS
 from hp_planner.templates.block import whole
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import (
-    LEFT_WHOLE,
     PARTIAL,
     SUMMED_GRADIENT,
     Drafted,
@@ -35,6 +38,8 @@ from hp_planner.templates.contracts import (
 )
 
 EXPERT_REGION = Region(RegionKind.OPAQUE, "grouped expert kernels on plain local tensors")
+# A bias on the summed features must be added once in all: each rank keeps its share of it.
+EXPERT_BIASES = "hp_integration.regions:expert_biases"
 EXPERT_SIZES = ("intermediate_dim", "intermediate_size", "expert_dim", "moe_intermediate_size")
 
 
@@ -77,22 +82,30 @@ def experts(context: Context, boundary: Boundary) -> Drafted:
             for name in EXPERT_SIZES
             if sizes.get(name) == shapes.intermediate
         ),
-        region=EXPERT_REGION,
+        region=_region(context, node),
         reason="fused experts, each rank its own features of all of them",
     )
     table = {
-        Role.EXPERT_GATE_UP: _gate_up(node, shapes),
-        Role.EXPERT_DOWN: sharded(TENSOR_AXIS, shapes.down_dim),
+        "gate_up_proj": _gate_up(node, shapes, shapes.up_dim),
+        "gate_up_proj_bias": _gate_up(node, shapes, 1),
+        "down_proj": sharded(TENSOR_AXIS, shapes.down_dim),
+        "down_proj_bias": SUMMED_GRADIENT,
     }
-    return Drafted(by_role(boundary, table), (spec,))
+    members = (m for m in boundary.members if m.role not in NO_TEMPLATE)
+    return Drafted(tuple((m, table[m.parameter.leaf]) for m in members), (spec,))
 
 
-def _gate_up(node: ModuleNode, shapes: ExpertShapes) -> Contract:
+def _region(context: Context, node: ModuleNode) -> Region:
+    biased = node.parameter("down_proj_bias") is not None and context.settings.tensor_size > 1
+    return evolve(EXPERT_REGION, function=EXPERT_BIASES) if biased else EXPERT_REGION
+
+
+def _gate_up(node: ModuleNode, shapes: ExpertShapes, dim: int) -> Contract:
     """Halves are cut each by itself; where gate and up alternate, pairs stay together."""
-    if section_order(node) == "interleaved":
-        return sharded(TENSOR_AXIS, shapes.up_dim)
+    if section_order(node) == INTERLEAVED:
+        return sharded(TENSOR_AXIS, dim)
     halves = (shapes.intermediate, shapes.intermediate)
-    return Contract({TENSOR_AXIS: SectionedShard(shapes.up_dim, halves)})
+    return Contract({TENSOR_AXIS: SectionedShard(dim, halves)})
 
 
 def whole_experts(context: Context, boundary: Boundary) -> BoundarySpec:

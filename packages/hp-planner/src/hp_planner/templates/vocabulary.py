@@ -9,7 +9,7 @@ from hp_planner.roles import Role
 from hp_planner.templates.block import whole
 from hp_planner.templates.context import Context
 from hp_planner.templates.contracts import (
-    LAST_OF_THREE,
+    LAST,
     PARTIAL,
     ROWS,
     SUMMED_GRADIENT,
@@ -50,7 +50,7 @@ def head(context: Context, boundary: Boundary) -> Drafted:
         module=boundary.module,
         kind=BoundaryKind.HEAD,
         inputs=(BoundaryTensor(first_argument(node), before, SUMMED_GRADIENT),),
-        outputs=(BoundaryTensor("", after, LAST_OF_THREE),),
+        outputs=(BoundaryTensor("", after, LAST),),
         reason="every rank scores its own rows of the vocabulary",
     )
     return Drafted(by_role(boundary, {Role.HEAD: ROWS}), (spec,))
