@@ -56,7 +56,7 @@ wheels: $(STAMP)
 	for package in $(PACKAGES); do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$package || exit 1; done
 
 bench: $(STAMP)
-	for name in fsdp muon host-overhead; do $(BIN)/python -m hp_integration.bench $$name --quick || exit 1; done
+	for name in fsdp muon host-overhead redistribution; do $(BIN)/python -m hp_integration.bench $$name --quick || exit 1; done
 
 clean:
 	rm -rf $(VENV) dist build runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

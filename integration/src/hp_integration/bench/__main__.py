@@ -15,6 +15,7 @@ _BENCHES = {
     "two-tier": "two_tier",
     "muon": "muon",
     "host-overhead": "host_overhead",
+    "redistribution": "redistribution",
 }
 
 

@@ -2,13 +2,17 @@
 
 PyTorch's `fake` group moves no data, and the block is small, so what is measured is the host's
 work: our two modes, the same block written by hand, and PyTorch's native tensor parallelism.
+Times are this process's CPU time, which other processes do not lengthen by running; sides take
+turns in an order drawn anew each time, so that none always finds the caches as the same other
+left them.
 """
 
 from __future__ import annotations
 
-import statistics
+import gc
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ import hp_planner
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.parallelize import parallelize
 from hp_integration.bench.handwritten import HandwrittenBlock
-from hp_integration.bench.pairs import Step, interleaved
+from hp_integration.bench.pairs import Step, median_of_pairs
 from hp_integration.bench.result import BenchResult, Row, Target
 from hp_integration.models import abstract_model, build_model, model_config
 from hp_platform.axis import MeshAxis
@@ -53,21 +57,46 @@ def run(quick: bool) -> BenchResult:
         torch.set_num_threads(1)
         try:
             sides = {name: make(mesh) for name, make in makers.items()}
-            times = interleaved(sides, repeats=100 if quick else 400, warmup=20)
+            times = _cpu_seconds(sides, repeats=300 if quick else 1000)
         finally:
             torch.set_num_threads(threads)
         application = _application_seconds(mesh)
     finally:
         dist.destroy_process_group()
-    return _result({name: 1e3 * statistics.median(t) for name, t in times.items()}, application)
+    return _result(times, application)
 
 
-def _result(ms: dict[str, float], application: float) -> BenchResult:
-    production, validate = ms["production"], ms["validate"]
+def _cpu_seconds(
+    sides: Mapping[str, Step], repeats: int, warmup: int = 20
+) -> dict[str, list[float]]:
+    """CPU seconds of every call of every side, after `warmup` calls that are not counted."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    turns, draw = list(sides), random.Random(0)
+    gc.collect()
+    gc.freeze()  # what all sides have made so far is not searched for garbage in one side's time
+    try:
+        for repeat in range(warmup + repeats):
+            draw.shuffle(turns)
+            for name in turns:
+                start = time.process_time()
+                sides[name]()
+                end = time.process_time()
+                if repeat >= warmup:
+                    times[name].append(end - start)
+    finally:
+        gc.unfreeze()
+    return times
+
+
+def _result(times: Mapping[str, list[float]], application: float) -> BenchResult:
+    def row(case: str, peer: str, title: str) -> Row:
+        found = median_of_pairs({case: times[case], peer: times[peer]})
+        return Row(case, 1e3 * found[case], title, 1e3 * found[peer], "ms")
+
     rows = [
-        Row("production", production, "written by hand", ms["handwritten"], "ms"),
-        Row("production", production, "native DTensor", ms["native"], "ms"),
-        Row("validate", validate, "native DTensor", ms["native"], "ms"),
+        row("production", "handwritten", "written by hand"),
+        row("production", "native", "native DTensor"),
+        row("validate", "native", "native DTensor"),
     ]
     return BenchResult(
         "host-overhead",

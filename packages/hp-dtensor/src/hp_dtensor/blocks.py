@@ -26,18 +26,19 @@ class Block:
         index: per dim, a slice or a 1-D int64 tensor of positions.
         shape: number of positions per dim.
         whole: the block is the whole local tensor.
+        cut: the dims of which it has a part only.
     """
 
     index: tuple[Index, ...]
     shape: tuple[int, ...]
     numel: int
     whole: bool
+    cut: tuple[int, ...]
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block of `tensor`, of shape `self.shape`; a view where it is made of slices."""
-        if self.whole:
-            return tensor
-        for dim, index in enumerate(self.index):
+        for dim in self.cut:
+            index = self.index[dim]
             if isinstance(index, slice):
                 tensor = tensor.narrow(dim, index.start, index.stop - index.start)
             else:
@@ -49,10 +50,13 @@ class Block:
         if not self.numel:
             return
         values = values.reshape(self.shape)
-        lists = [dim for dim, index in enumerate(self.index) if isinstance(index, Tensor)]
-        for dim, index in enumerate(self.index):
+        lists = []
+        for dim in self.cut:
+            index = self.index[dim]
             if isinstance(index, slice):
                 target = target.narrow(dim, index.start, index.stop - index.start)
+            else:
+                lists.append(dim)
         if not lists:
             target.copy_(values)
         elif len(lists) == 1:
@@ -122,5 +126,5 @@ def _block(positions: Sequence[Runs], held: Sequence[Runs]) -> Block:
         else:
             index.append(slice(*runs[0]) if runs else slice(0, 0))
         shape.append(length(runs))
-    whole = all(size == length(runs) for size, runs in zip(shape, held))
-    return Block(tuple(index), tuple(shape), math.prod(shape), whole)
+    cut = tuple([dim for dim, runs in enumerate(held) if shape[dim] != length(runs)])
+    return Block(tuple(index), tuple(shape), math.prod(shape), not cut, cut)

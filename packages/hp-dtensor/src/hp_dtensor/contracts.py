@@ -146,7 +146,7 @@ class Crossing:
     Compiles a transition per global shape when it first meets the shape, and keeps it.
     """
 
-    __slots__ = ("_by_local", "_compiled", "abstract", "mesh", "name", "source", "spec", "target")
+    __slots__ = ("_compiled", "abstract", "mesh", "name", "source", "spec", "target")
 
     def __init__(
         self,
@@ -160,19 +160,10 @@ class Crossing:
         self.abstract = AbstractMesh.of(mesh)
         self.source, self.target = source, target
         self._compiled: dict[tuple[int, ...], Transition] = {}
-        self._by_local: dict[tuple[int, ...], Transition] = {}
-
-    def known(self, value: Any) -> Transition | None:
-        """The transition for a plain tensor of a shape that has crossed here before."""
-        return self._by_local.get(value.shape) if type(value) is Tensor else None
 
     def from_local_shape(self, local_shape: tuple[int, ...]) -> Transition:
         """The transition for a source tensor whose piece on this rank has `local_shape`."""
-        found = self._by_local.get(local_shape)
-        if found is None:
-            shape = global_shape(self.source, self.abstract, tuple(local_shape))
-            found = self._by_local[local_shape] = self.from_global_shape(shape)
-        return found
+        return self.from_global_shape(global_shape(self.source, self.abstract, tuple(local_shape)))
 
     def from_global_shape(self, shape: tuple[int, ...]) -> Transition:
         """The transition for a tensor of global shape `shape`.

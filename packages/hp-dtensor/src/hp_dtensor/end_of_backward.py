@@ -110,24 +110,9 @@ class EndOfBackward:
             handle.remove()
         self._handles.clear()
 
-    def _arrive(self, index: int, gradient: Tensor) -> None:
-        """Runs before the engine accumulates `gradient` into the leaf."""
-        if gradient.requires_grad:
-            raise RuntimeError(
-                f"parameter {self.gradients[index].name!r}: create_graph=True asks for a gradient "
-                "that can be differentiated again, but its sum over the mesh axis is taken after "
-                "the pass, outside the graph; use check_gradients or full tensors for that"
-            )
-        if self._running() is None:
-            self._begin()
-        if index not in self._earlier:
-            leaf = self.gradients[index].leaf
-            self._earlier[index] = gradient_before = leaf.grad
-            if gradient_before is not None:
-                leaf.grad = None
-
     def _begin(self) -> None:
-        self._drop_failed_pass()
+        if self._earlier:
+            self._drop_failed_pass()
         now = _Pass(self)
         self._running = weakref.ref(now)
         queue_at_end_of_backward(now.end)
@@ -141,7 +126,8 @@ class EndOfBackward:
     def _settle(self) -> None:
         earlier, self._earlier = self._earlier, {}
         self._running = _nothing
-        new, fresh, key = [], [], []
+        reached: list[int] = []
+        fresh: list[Tensor] = []
         # In the order of the module on every rank, whatever order the engine used.
         for index in sorted(earlier):
             leaf = self.gradients[index].leaf
@@ -149,30 +135,27 @@ class EndOfBackward:
             if gradient is None:  # torch.autograd.grad: nothing was accumulated
                 leaf.grad = earlier[index]
                 continue
-            # Memory that may be written: an expanded gradient is copied.
-            own = gradient if gradient.is_contiguous() else gradient.contiguous()
-            if own is not gradient:
-                leaf.grad = own
-            new.append(index)
-            fresh.append(own)
-            key.append((index, own.dtype))
-        self._settlement(tuple(key), fresh).run(fresh)
-        for index, gradient in zip(new, fresh):
+            if not gradient.is_contiguous():
+                # Memory that may be written: an expanded gradient is copied.
+                leaf.grad = gradient = gradient.contiguous()
+            reached.append(index)
+            fresh.append(gradient)
+        self._settlement(reached, fresh).run(fresh)
+        for index, gradient in zip(reached, fresh):
             each, old = self.gradients[index], earlier[index]
             if old is not None:
                 each.leaf.grad = old.add_(gradient)
             if each.settled is not None:
                 each.settled()
 
-    def _settlement(
-        self, key: tuple[tuple[int, torch.dtype], ...], fresh: Sequence[Tensor]
-    ) -> Settlement:
-        """The one worked out for these leaves and dtypes; a model has one or two of them."""
+    def _settlement(self, order: Sequence[int], fresh: Sequence[Tensor]) -> Settlement:
+        """The one worked out for these leaves; a model has one or two of them."""
+        key = (*order, *[gradient.dtype for gradient in fresh])
         found = self._settlements.get(key)
         if found is None:
             if len(self._settlements) > 8:  # parameters are frozen or unused in turn
                 self._settlements.clear()
-            layouts = [self.gradients[index].layout for index, _ in key]
+            layouts = [self.gradients[index].layout for index in order]
             found = self._settlements[key] = Settlement.of(fresh, layouts, self.dtype)
         return found
 
@@ -180,12 +163,26 @@ class EndOfBackward:
         return self
 
 
-@frozen(eq=False)
 class _Arrival:
-    """The hook on one leaf."""
+    """The hook on one leaf. It runs before the engine accumulates a gradient into it."""
 
-    owner: EndOfBackward
-    index: int
+    __slots__ = ("index", "leaf", "owner")
+
+    def __init__(self, owner: EndOfBackward, index: int) -> None:
+        self.owner, self.index, self.leaf = owner, index, owner.gradients[index].leaf
 
     def __call__(self, gradient: Tensor) -> None:
-        self.owner._arrive(self.index, gradient)
+        owner, index = self.owner, self.index
+        if gradient.requires_grad:
+            raise RuntimeError(
+                f"parameter {owner.gradients[index].name!r}: create_graph=True asks for a gradient "
+                "that can be differentiated again, but its sum over the mesh axis is taken after "
+                "the pass, outside the graph; use check_gradients or full tensors for that"
+            )
+        if owner._running() is None:
+            owner._begin()
+        earlier = owner._earlier
+        if index not in earlier:
+            earlier[index] = before = self.leaf.grad
+            if before is not None:
+                self.leaf.grad = None

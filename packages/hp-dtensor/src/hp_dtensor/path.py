@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, count
 
 from attrs import frozen
@@ -32,8 +32,6 @@ from hp_dtensor.placements import (
     is_sharding,
     sharded_dims,
 )
-
-Placements = tuple[Placement, ...]
 
 
 class Kind(enum.Enum):
@@ -94,108 +92,133 @@ def _without_idle_axes(source: Layout, target: Layout) -> Layout:
     return Layout(source.abstract_mesh, placements, source.shape)
 
 
+State = tuple[int, ...]
+"""Per axis, which of its choices holds."""
+
+
 class _Search:
+    """States are numbers: comparing and hashing placements at every move would take longer than
+    all the rest."""
+
     def __init__(self, source: Layout, target: Layout, detours: bool) -> None:
         self.source, self.target = source, target
         self.sizes = source.abstract_mesh.sizes
         # With detours, an axis that ends as it began may be replicated on the way.
         self.choices = [
-            {old, new, Replicate()} if old != new or detours else {old}
+            _distinct((old, new, Replicate()) if old != new or detours else (old,))
             for old, new in zip(source.placements, target.placements)
         ]
-        self.layouts: dict[Placements, Layout | None] = {
-            target.placements: target,
-            source.placements: source,
-        }
+        self.start: State = (0,) * len(self.choices)
+        self.end: State = tuple(
+            [each.index(new) for each, new in zip(self.choices, target.placements)]
+        )
+        self.layouts: dict[State, Layout | None] = {self.end: target, self.start: source}
+        self.sliced = [is_sharding(placement) for placement in target.placements]
 
     def run(self) -> list[Move] | None:
         order = count()
-        queue: list[tuple[int, int, int, Placements]] = [
-            (0, 0, next(order), self.source.placements)
-        ]
-        best: dict[Placements, tuple[int, int]] = {self.source.placements: (0, 0)}
-        arrived_by: dict[Placements, Move] = {}
+        queue: list[tuple[int, int, int, State]] = [(0, 0, next(order), self.start)]
+        best: dict[State, tuple[int, int]] = {self.start: (0, 0)}
+        arrived_by: dict[State, tuple[State, Move]] = {}
         while queue:
             elements, steps, _, state = heapq.heappop(queue)
-            if state == self.target.placements:
+            if state == self.end:
                 return self._trace(arrived_by)
             if best[state] < (elements, steps):
                 continue
-            for move in self._moves(state):
-                after = move.after.placements
+            limit = best.get(self.end)
+            for after, move in self._moves(state):
                 cost = (elements + move.elements, steps + 1)
+                if limit is not None and cost >= limit:
+                    continue
                 if after not in best or cost < best[after]:
                     best[after] = cost
-                    arrived_by[after] = move
+                    arrived_by[after] = state, move
                     heapq.heappush(queue, (*cost, next(order), after))
         return None
 
-    def _trace(self, arrived_by: dict[Placements, Move]) -> list[Move]:
+    def _trace(self, arrived_by: dict[State, tuple[State, Move]]) -> list[Move]:
         path: list[Move] = []
-        state = self.target.placements
-        while state != self.source.placements:
-            path.append(arrived_by[state])
-            state = path[-1].before.placements
+        state = self.end
+        while state != self.start:
+            state, move = arrived_by[state]
+            path.append(move)
         return path[::-1]
 
-    def _layout(self, placements: Placements) -> Layout | None:
+    def _layout(self, state: State) -> Layout | None:
         """None where a mixture of source and target placements makes no layout."""
-        if placements not in self.layouts:
+        if state not in self.layouts:
+            placements = [each[number] for each, number in zip(self.choices, state)]
             try:
                 made = Layout(self.source.abstract_mesh, placements, self.source.shape)
             except ValueError:
                 made = None
-            self.layouts[placements] = made
-        return self.layouts[placements]
+            self.layouts[state] = made
+        return self.layouts[state]
 
-    def _moves(self, state: Placements) -> Iterator[Move]:
+    def _moves(self, state: State) -> Iterator[tuple[State, Move]]:
         before = self._layout(state)
         assert before is not None
-        for axis, old in enumerate(state):
+        ready = [
+            axis
+            for axis, placement in enumerate(before.placements)
+            if self.sliced[axis] and is_replicate(placement)
+        ]
+        for axis, number in enumerate(state):
             if not _is_innermost(before, axis):
                 continue
-            for new in self.choices[axis]:
-                for others in self._slices_along(state, axis, old, new):
-                    placements = tuple(
-                        new if i == axis else self.target.placements[i] if i in others else p
-                        for i, p in enumerate(state)
-                    )
-                    after = self._layout(placements)
-                    if after is not None and placements != state:
+            old = before.placements[axis]
+            for other, new in enumerate(self.choices[axis]):
+                changed = (*state[:axis], other, *state[axis + 1 :])
+                for others in _slices_along(ready, axis, old, new):
+                    if others:
+                        end = self.end
+                        reached = tuple(
+                            [end[i] if i in others else each for i, each in enumerate(changed)]
+                        )
+                    elif other == number:
+                        continue
+                    else:
+                        reached = changed
+                    after = self._layout(reached)
+                    if after is not None:
                         move = self._move(before, after, axis, bool(others))
                         if move is not None:
-                            yield move
-
-    def _slices_along(
-        self, state: Placements, axis: int, old: Placement, new: Placement
-    ) -> Iterator[tuple[int, ...]]:
-        """Sets of other axes that may be sliced in the same step."""
-        yield ()
-        if not (is_sharding(old) or (is_partial(old) and is_sharding(new))):
-            return
-        if is_partial(new):
-            return
-        ready = [
-            i
-            for i, placement in enumerate(state)
-            if i != axis and is_replicate(placement) and is_sharding(self.target.placements[i])
-        ]
-        for number in range(1, len(ready) + 1):
-            yield from combinations(ready, number)
+                            yield reached, move
 
     def _move(self, before: Layout, after: Layout, axis: int, fused: bool) -> Move | None:
         old, new = before.placements[axis], after.placements[axis]
-        exact = not is_sharding(new) and not fused
-        if not _continues(before, after, axis, exact=exact):
-            return None
         kind = _kind(old, new, fused)
         if kind is None:
+            return None
+        exact = not is_sharding(new) and not fused
+        if not _continues(before, after, axis, exact=exact):
             return None
         if self.sizes[axis] == 1 and kind is not Kind.SLICE:
             kind = Kind.SLICE
         return Move(
             kind, axis, before, after, _elements(kind, before, after, axis, self.sizes[axis])
         )
+
+
+def _distinct(placements: Iterable[Placement]) -> list[Placement]:
+    found: list[Placement] = []
+    for placement in placements:
+        if placement not in found:
+            found.append(placement)
+    return found
+
+
+def _slices_along(
+    ready: list[int], axis: int, old: Placement, new: Placement
+) -> Iterator[tuple[int, ...]]:
+    """Sets of other axes, of those that are `ready` for it, that may be sliced in the same step."""
+    yield ()
+    if not (is_sharding(old) or (is_partial(old) and is_sharding(new))) or is_partial(new):
+        return
+    others = [i for i in ready if i != axis]
+    for number in range(1, len(others) + 1):
+        yield from combinations(others, number)
 
 
 def _kind(old: Placement, new: Placement, fused: bool) -> Kind | None:
@@ -261,9 +284,12 @@ def _kept(before: Layout, after: Layout, axis: int, size: int) -> int:
 
 def _is_innermost(layout: Layout, axis: int) -> bool:
     """No other axis cuts the dims of `axis` after it does."""
-    return all(
-        cuts[-1].axis == axis for cuts in layout.cuts if any(cut.axis == axis for cut in cuts)
-    )
+    for cuts in layout.cuts:
+        if cuts and cuts[-1].axis != axis:
+            for cut in cuts:
+                if cut.axis == axis:
+                    return False
+    return True
 
 
 def _continues(before: Layout, after: Layout, axis: int, *, exact: bool) -> bool:

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from hp_dtensor.layout_keeper import LayoutKeeper
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.plan import BoundarySpec, ShardingPlan
 from hp_dtensor.regions import install_region
+from hp_dtensor.transition import Replay
 from hp_dtensor.vocabulary import is_vocabulary_sharded, shard_vocabulary
 from hp_platform import Origin
 
@@ -172,17 +174,22 @@ def install_vocabulary(
                 module.register_forward_hook(own.leave, with_kwargs=True)
 
 
-class _Replay:
-    """Runs transitions on plain local tensors."""
+class _Replays:
+    """One crossing on plain local tensors: a transition per shape, made when the shape first comes.
 
-    def __init__(self, name: str) -> None:
-        self.origin = Origin("hp_dtensor", name, "forward")
+    Attributes:
+        known: the replay for a source tensor of a given local shape.
+    """
 
-    def __deepcopy__(self, memo: object) -> Any:
-        # A copy of the module communicates over the same groups.
-        return self
+    __slots__ = ("crossing", "known", "origin")
 
-    def _cross(self, crossing: Crossing, value: Any) -> Any:
+    def __init__(self, crossing: Crossing, origin: Origin) -> None:
+        self.crossing, self.origin = crossing, origin
+        self.known: dict[tuple[int, ...], Replay] = {}
+
+    def cross(self, value: Any) -> Any:
+        """A tensor, a nest of tensors, or None where the plan calls the value optional."""
+        crossing = self.crossing
         if value is None:
             if crossing.spec.optional:
                 return None
@@ -190,53 +197,81 @@ class _Replay:
                 f"{crossing.name} is missing, and the plan does not call it optional"
             )
         if isinstance(value, Tensor):
-            return self._one(crossing, value)
+            return self._one(value)
         if not has_tensor(value):
             raise ContractError(f"{crossing.name}: expected a tensor, found {type(value).__name__}")
-        return map_tensors(lambda tensor: self._one(crossing, tensor), value)
+        return map_tensors(self._one, value)
 
-    def _one(self, crossing: Crossing, tensor: Tensor) -> Tensor:
-        transition = crossing.from_local_shape(tensor.shape)
-        return transition.apply(tensor, origin=self.origin)
+    def _one(self, tensor: Tensor) -> Tensor:
+        shape = tensor.shape
+        replay = self.known.get(shape)
+        if replay is None:
+            transition = self.crossing.from_local_shape(shape)
+            replay = self.known[shape] = transition.replay(self.origin)
+        return replay(tensor)
 
 
-class Entry(_Replay):
+class Entry:
     """Forward pre-hook: declared inputs, outside to inside."""
 
     def __init__(self, name: str, inputs: Sequence[tuple[Argument, Crossing]]) -> None:
-        super().__init__(name)
-        self.inputs = tuple(inputs)
+        self.origin = Origin("hp_dtensor", name, "forward")
+        self.inputs = tuple((argument, _Replays(each, self.origin)) for argument, each in inputs)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for argument, crossing in self.inputs:
-            value = argument.read(args, kwargs)
-            transition = crossing.known(value)
-            if transition is not None:  # the usual case: one tensor, of a shape seen before
-                inside = transition.apply(value, origin=self.origin)
+        for argument, replays in self.inputs:
+            position = argument.position
+            if position is None or position >= len(args):
+                position, value = -1, kwargs.get(argument.name)
             else:
-                inside = self._cross(crossing, value)
-            if inside is not value:
-                args, kwargs = argument.write(args, kwargs, inside)
+                value = args[position]
+            # The usual case: one tensor, of a shape seen before.
+            replay = replays.known.get(value.shape) if type(value) is Tensor else None
+            inside = replays.cross(value) if replay is None else replay(value)  # type: ignore[arg-type]
+            if inside is value:
+                continue
+            if position < 0:
+                kwargs = {**kwargs, argument.name: inside}
+            else:
+                args = (*args[:position], inside, *args[position + 1 :])
         return args, kwargs
 
+    def __deepcopy__(self, memo: object) -> Entry:
+        return self  # a copy of the module communicates over the same groups
 
-class Exit(_Replay):
+
+class Exit:
     """Forward hook: declared outputs, inside to outside."""
 
     def __init__(self, name: str, outputs: Sequence[Crossing]) -> None:
-        super().__init__(name)
-        self.outputs = tuple(outputs)
+        self.origin = Origin("hp_dtensor", name, "forward")
+        self.outputs = tuple(
+            (each, each.spec.where, _position(each.spec.where), _Replays(each, self.origin))
+            for each in outputs
+        )
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        for crossing in self.outputs:
-            value = crossing.read(output)
-            transition = crossing.known(value)
-            if transition is not None:
-                outside = transition.apply(value, origin=self.origin)
+        for crossing, where, position, replays in self.outputs:
+            in_tuple = type(output) is tuple and position < len(output)
+            value = output[position] if in_tuple else crossing.read(output)
+            replay = replays.known.get(value.shape) if type(value) is Tensor else None
+            outside = replays.cross(value) if replay is None else replay(value)
+            if outside is value:
+                continue
+            if not where:
+                output = outside
+            elif in_tuple:
+                output = (*output[:position], outside, *output[position + 1 :])
             else:
-                outside = self._cross(crossing, value)
-            if outside is not value:
-                output = write_output(output, crossing.spec.where, outside)
+                output = write_output(output, where, outside)
         return output
+
+    def __deepcopy__(self, memo: object) -> Exit:
+        return self
+
+
+def _position(where: str) -> int:
+    """In a tuple of outputs; beyond any where the output is named otherwise."""
+    return int(where) if where.isdecimal() else sys.maxsize

@@ -125,6 +125,11 @@ class _Group:
         return cls(axis, reduction, tuple(indices), shapes, where, gradients[0].device, [])
 
     def run(self, gradients: list[Tensor], origin: Origin) -> None:
+        if len(gradients) == 1:
+            (only,) = gradients
+            if only.dtype is self.where.dtype and only.is_contiguous():
+                all_reduce(only, self.axis, op=self.reduction, origin=origin).wait()
+                return
         # Taken out while it is used, so that two passes at a time have a buffer each.
         buffer, views = self.spare.pop() if self.spare else self._made()
         torch._foreach_copy_(views, gradients)

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from hp_dtensor.blocks import Block, common_blocks
 from hp_dtensor.cuts import Runs, length
-from hp_dtensor.layout import Coordinate
+from hp_dtensor.layout import Coordinate, Layout
 from hp_dtensor.path import Kind, Move
 from hp_dtensor.placements import is_partial
 from hp_platform.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 Held = tuple[Runs, ...]
-Known = dict[tuple[Held, Held], tuple[Block, Block]]
+Blocks = tuple[tuple[Block, ...], tuple[int, ...]]
+"""Blocks, one per coordinate that differs, and their numbers of elements."""
 
 if TYPE_CHECKING:
     from hp_platform.axis import MeshAxis
@@ -138,10 +139,16 @@ class RankStep:
         return torch.cat([block.take(viewed).reshape(-1) for block in self.sends])
 
     @cached_property
+    def received_as_it_lies(self) -> bool:
+        """The collective's result is the new local tensor, but for its shape."""
+        even = self.even_receives
+        return self.in_order or (even is not None and even.leading)
+
+    @cached_property
     def unpack(self) -> Callable[[Tensor], Tensor]:
         """The new local tensor from the collective's result."""
         shape, even = self.shape, self.even_receives
-        if self.in_order or (even is not None and even.leading):
+        if self.received_as_it_lies:
             return lambda received: received.view(shape)
         if even is not None:
             stacked, dim = even.stacked, even.dim
@@ -161,7 +168,7 @@ class Step:
 
     move: Move
     _at: dict[Coordinate, RankStep] = field(factory=dict, repr=False)
-    _known: Known = field(factory=dict, repr=False)
+    _shared: _Shared = field(factory=lambda: _Shared(), repr=False)
 
     @cached_property
     def reduction(self) -> str:
@@ -180,7 +187,7 @@ class Step:
         first = tuple([i if involved else 0 for i, involved in zip(coord, self._involved)])
         part = self._at.get(first)
         if part is None:
-            part = self._at[first] = _rank_step(self.move, first, self._known)
+            part = self._at[first] = _rank_step(self.move, first, self._shared)
         return part
 
     def __str__(self) -> str:
@@ -206,12 +213,30 @@ def compile_step(step: Step, part: RankStep, axis: MeshAxis) -> Run:
 
         return reduce
     sends, receives = part.uneven_sends, part.uneven_receives
+    # Where pieces lie one after the other on both sides, nothing is packed: the usual case.
+    as_they_lie, shape = pack is _flat and part.received_as_it_lies, part.shape
+    if kind is Kind.ALL_GATHER and as_they_lie and receives is None:
+
+        def gather_rows(local: Tensor, origin: Origin) -> Tensor:
+            flat = local.contiguous().view(-1)
+            return all_gather(flat, axis, origin=origin).wait().view(shape)
+
+        return gather_rows
     if kind is Kind.ALL_GATHER:
 
         def gather(local: Tensor, origin: Origin) -> Tensor:
             return unpack(all_gather(pack(local), axis, sizes=receives, origin=origin).wait())
 
         return gather
+    if kind is Kind.REDUCE_SCATTER and as_they_lie and sends is None:
+
+        def scatter_rows(local: Tensor, origin: Origin) -> Tensor:
+            flat = local.contiguous().view(-1)
+            if flat.is_complex():
+                return _reduce_complex(step, part, flat, axis, origin)
+            return reduce_scatter(flat, axis, op=op, origin=origin).wait().view(shape)
+
+        return scatter_rows
     if kind is Kind.REDUCE_SCATTER:
 
         def scatter(local: Tensor, origin: Origin) -> Tensor:
@@ -271,46 +296,100 @@ def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:
     return [part.unpack(result) for part, result in zip(parts, results)]
 
 
-def _rank_step(move: Move, coord: Coordinate, known: Known) -> RankStep:
+class _Shared:
+    """What ranks that hold the same have in common, so that it is worked out once for all.
+
+    Held parts are long tuples: they are compared and hashed once, and have numbers from then on.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Held, int] = {}
+        self.held: list[Held] = []
+        self.before: dict[Coordinate, int] = {}
+        self.after: dict[Coordinate, int] = {}
+        self.common: dict[tuple[int, int], tuple[Block, Block]] = {}
+        self.sent: dict[tuple[int, ...], tuple[Blocks, EvenCut | None]] = {}
+        self.received: dict[tuple[int, ...], tuple[Blocks, EvenCut | None, bool]] = {}
+
+    def number(
+        self, layout: Layout, flat: int, coord: Coordinate, known: dict[Coordinate, int]
+    ) -> int:
+        found = known.get(coord)
+        if found is None:
+            held = layout.view_runs(flat, coord)
+            found = known[coord] = self.numbers.setdefault(held, len(self.held))
+            if found == len(self.held):
+                self.held.append(held)
+        return found
+
+    def blocks(self, old: int, new: int) -> tuple[Block, Block]:
+        pair = self.common.get((old, new))
+        if pair is None:
+            pair = self.common[old, new] = common_blocks(self.held[old], self.held[new])
+        return pair
+
+    def sends(
+        self, old: int, to: Sequence[int], view: tuple[int, ...]
+    ) -> tuple[Blocks, EvenCut | None]:
+        key = (old, *to)
+        found = self.sent.get(key)
+        if found is None:
+            blocks = tuple([self.blocks(old, new)[0] for new in to])
+            sizes = tuple([block.numel for block in blocks])
+            found = self.sent[key] = ((blocks, sizes), _even_cut(blocks, view))
+        return found
+
+    def receives(
+        self, new: int, by: Sequence[int], view: tuple[int, ...]
+    ) -> tuple[Blocks, EvenCut | None, bool]:
+        key = (new, *by)
+        found = self.received.get(key)
+        if found is None:
+            blocks = tuple([self.blocks(old, new)[1] for old in by])
+            sizes = tuple([block.numel for block in blocks])
+            in_order = _in_order(blocks, view)
+            found = self.received[key] = ((blocks, sizes), _even_cut(blocks, view), in_order)
+        return found
+
+
+def _rank_step(move: Move, coord: Coordinate, shared: _Shared) -> RankStep:
     before, after = move.before, move.after
     flat = max(before.flat_dims, after.flat_dims)
-    old, new = before.view_runs(flat, coord), after.view_runs(flat, coord)
-    sends: list[Block] = []
-    receives: list[Block] = []
+
+    def had(coord: Coordinate) -> int:
+        return shared.number(before, flat, coord, shared.before)
+
+    def gets(coord: Coordinate) -> int:
+        return shared.number(after, flat, coord, shared.after)
+
+    old, new = had(coord), gets(coord)
+    to: list[int] = []
+    by: list[int] = []
     if not move.kind.communicates:
-        mine, there = _common(old, new, known)
-        sends, receives = [mine], [there]
+        to, by = [new], [old]
     elif move.kind is not Kind.ALL_REDUCE:
         peers = _peers(move, coord)
         # A gather sends the same to every peer; every peer sends the whole of a reduced part.
-        to = peers[:1] if move.kind is Kind.ALL_GATHER else peers
-        by = peers[:1] if move.kind is Kind.REDUCE_SCATTER else peers
-        sends = [_common(old, after.view_runs(flat, peer), known)[0] for peer in to]
-        receives = [_common(before.view_runs(flat, peer), new, known)[1] for peer in by]
-    view = tuple([length(runs) for runs in old])
-    new_view = tuple([length(runs) for runs in new])
+        to = [gets(peer) for peer in (peers[:1] if move.kind is Kind.ALL_GATHER else peers)]
+        by = [had(peer) for peer in (peers[:1] if move.kind is Kind.REDUCE_SCATTER else peers)]
+    view = tuple([length(runs) for runs in shared.held[old]])
+    new_view = tuple([length(runs) for runs in shared.held[new]])
+    (sends, send_sizes), even_sends = shared.sends(old, to, view)
+    (receives, receive_sizes), even_receives, in_order = shared.receives(new, by, new_view)
     return RankStep(
         kind=move.kind,
         view=view,
         shape=after.local_shape(coord),
         new_view=new_view,
-        sends=tuple(sends),
-        receives=tuple(receives),
-        send_sizes=tuple([block.numel for block in sends]),
-        receive_sizes=tuple([block.numel for block in receives]),
-        in_order=_in_order(receives, new_view),
-        even_sends=_even_cut(sends, view),
-        even_receives=_even_cut(receives, new_view),
+        sends=sends,
+        receives=receives,
+        send_sizes=send_sizes,
+        receive_sizes=receive_sizes,
+        in_order=in_order,
+        even_sends=even_sends,
+        even_receives=even_receives,
         keeps=coord[move.axis] == 0,
     )
-
-
-def _common(old: Held, new: Held, known: Known) -> tuple[Block, Block]:
-    """`common_blocks`, once for all ranks that hold the same."""
-    pair = known.get((old, new))
-    if pair is None:
-        pair = known[old, new] = common_blocks(old, new)
-    return pair
 
 
 def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:

@@ -135,7 +135,14 @@ class Transition:
             return self._replay(local, origin, axes)
         if self.leaves_graph:
             return local
-        return _Redistribute.apply(local, self, origin, axes)
+        replay = Replay(self, origin, axes)
+        if replay.expected is not None and local.shape != replay.expected:
+            raise self._misfit(local, self.source.coordinate(), replay.expected)
+        return replay(local)
+
+    def replay(self, origin: Origin) -> Replay:
+        """`apply` for one asker, with nothing left to look up. For what happens at every step."""
+        return Replay(self, origin, None)
 
     def run_forward(
         self,
@@ -158,13 +165,24 @@ class Transition:
             return self._without_values(local)
         coord, expected, bound = self._bound if axes is None else self._bind(axes)
         if local.shape != expected:
-            raise ValueError(
-                f"{self}: the local tensor has shape {tuple(local.shape)}, but the source gives "
-                f"coordinate {coord} the shape {expected}"
-            )
+            raise self._misfit(local, coord, expected)
         for run in bound:
             local = run(local, origin)
         return local if self.factor == 1.0 else local * self.factor
+
+    def _fixed(self, axes: Mapping[str, MeshAxis] | None) -> tuple[Run, torch.Size | None]:
+        """`_replay` for these axes, and the local shape that it takes without checking."""
+        if axes is None and not self.is_identity and not isinstance(self.source.mesh, AbstractMesh):
+            _, expected, bound = self._bound
+            if len(bound) == 1 and self.factor == 1.0:
+                return bound[0], expected
+        return (lambda local, origin: self._replay(local, origin, axes)), None
+
+    def _misfit(self, local: Tensor, coord: Coordinate, expected: torch.Size) -> ValueError:
+        return ValueError(
+            f"{self}: the local tensor has shape {tuple(local.shape)}, but the source gives "
+            f"coordinate {coord} the shape {tuple(expected)}"
+        )
 
     def _without_values(self, local: Tensor) -> Tensor:
         """The shape alone, for coordinate 0 of a mesh that has no ranks."""
@@ -231,23 +249,56 @@ def _compiled_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
     return tuple(Step(move) for move in shortest_path(source, target))
 
 
+class Replay:
+    """A transition with everything but the local tensor fixed; differentiable as `apply` is.
+
+    Attributes:
+        run: without autograd, on a local tensor of the source's local shape.
+        expected: that shape where `run` relies on it; None where it looks for itself.
+        back: of the backward pass, once differentiated.
+    """
+
+    __slots__ = ("axes", "back", "expected", "leaves_graph", "origin", "run", "transition")
+
+    def __init__(
+        self, transition: Transition, origin: Origin, axes: Mapping[str, MeshAxis] | None
+    ) -> None:
+        self.transition, self.origin, self.axes = transition, origin, axes
+        self.run, self.expected = transition._fixed(axes)
+        self.leaves_graph = False
+        self.back: Replay | None = None
+
+    def __call__(self, local: Tensor) -> Tensor:
+        """`local` has the source's local shape; nobody looks again."""
+        if not (local.requires_grad and torch.is_grad_enabled()):
+            return self.run(local, self.origin)
+        if self.back is None:
+            self.back = self._differentiated()
+        return local if self.leaves_graph else _Redistribute.apply(local, self)
+
+    def _differentiated(self) -> Replay:
+        """The replay of gradients.
+
+        Raises:
+            ValueError: an end is a maximum or minimum over ranks.
+        """
+        self.leaves_graph = self.transition.leaves_graph
+        return Replay(self.transition.adjoint, _backward(self.origin), self.axes)
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        local: Tensor,
-        transition: Transition,
-        origin: Origin,
-        axes: Mapping[str, MeshAxis] | None,
-    ) -> Tensor:
-        ctx.call = (transition.adjoint, origin, axes)
-        result = transition._replay(local, origin, axes)
+    def forward(ctx: Any, local: Tensor, replay: Replay) -> Tensor:
+        ctx.back = replay.back
+        result = replay.run(local, replay.origin)
         return result.view_as(result) if result is local else result
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, None, None]:
-        adjoint, origin, axes = ctx.call
-        return adjoint.apply(gradients[0], origin=_backward(origin), axes=axes), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        back: Replay = ctx.back
+        if gradient.requires_grad:
+            return back(gradient), None
+        return back.run(gradient, back.origin), None
 
 
 @lru_cache(maxsize=4096)
