@@ -70,6 +70,8 @@ class Stored(nn.Module):
 class Scaled(nn.Linear):
     """A layer with one factor for every output feature."""
 
+    scale: nn.Parameter
+
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * self.scale
 
@@ -110,7 +112,7 @@ def _with_bias(layer: nn.Linear) -> nn.Module:
 
 
 def _without_bias(layer: nn.Linear) -> nn.Module:
-    layer.bias = None
+    layer.register_parameter("bias", None)
     return layer
 
 
@@ -171,7 +173,7 @@ def own_parameter(model: nn.Module) -> bool:
     owner.temper = nn.Parameter(torch.ones(found[2].out_features))
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = super(made, self).forward(*args, **kwargs)  # type: ignore[misc]
+        given = super(made, self).forward(*args, **kwargs)
         if isinstance(given, tuple):
             return given[0] * self.temper, *given[1:]
         return given * self.temper
