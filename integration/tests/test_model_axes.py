@@ -16,8 +16,10 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.production import local_part
-from hp_planner.cost import Workload, messages
+from hp_integration.assemble import shard_over_data_axes
+from hp_planner.cost import Workload, memory, messages
 from hp_platform import ledger
+from hp_platform.mesh import make_mesh
 from hp_platform.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -46,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "experts, four ranks": ("qwen3_moe", {"ep": 4}, {}, {}),
     "experts beside shared ones": ("qwen2_moe", {"ep": 2}, {}, {}),
     "experts of mixtral": ("mixtral", {"ep": 2}, {}, {}),
+    "experts with biases and tensors": ("gpt_oss", {"ep": 2, "tp": 2}, {"attn": "eager"}, {}),
     "experts and tensors": ("qwen3_moe", {"ep": 2, "tp": 2}, {}, {}),
     "experts and sequences": ("qwen3_moe", {"ep": 2, "cp": 2}, {}, {}),
     "a block of experts left whole": (
@@ -57,6 +60,18 @@ CASES: dict[str, tuple[str, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "sequences": ("qwen3", {"cp": 2}, {}, {}),
     "sequences, four ranks, eager": ("llama", {"cp": 4}, {"attn": "eager"}, {}),
     "sequences and tensors": ("llama", {"cp": 2, "tp": 2}, {"attention_bias": True}, {}),
+    "sequences and tensors that share heads": (
+        "llama",
+        {"cp": 2, "tp": 2},
+        {"attention_bias": True, "num_key_value_heads": 1},
+        {},
+    ),
+    "ranks with two heads of three between them": (
+        "olmo2",
+        {"tp": 2},
+        {"num_attention_heads": 6, "num_key_value_heads": 3},
+        {},
+    ),
     "tensors before sequences": ("qwen3", {"tp": 2, "cp": 2}, {}, {}),
     "whole hidden states over tp": (
         "qwen3",
@@ -142,9 +157,8 @@ def worst(made: nn.Module, found: ShardingPlan, padded: bool) -> tuple[str, floa
 # Run each time; the others add axes and options that these cover one by one.
 SOME = {
     "experts beside shared ones",
-    "experts and tensors",
-    "experts and sequences",
-    "sequences and tensors",
+    "experts with biases and tensors",
+    "sequences and tensors that share heads",
     "sliding windows and soft caps",
 }
 
@@ -197,3 +211,27 @@ def test_the_planners_bytes_are_those_of_the_ledger(family: str, mesh: dict[str,
 
     for recorded in run_ranks(body, 4, timeout=100):
         assert recorded == wanted
+
+
+def test_all_but_experts_are_cut_over_the_expert_axis_too() -> None:
+    """Gradients of the mean of equal batches; what is held is what the plan's costs say."""
+    made, mesh = model("qwen3_moe", {}), {"dp_shard": 2, "ep": 2}
+    found = hp_planner.plan(made, mesh)
+    dense = copy.deepcopy(made)
+    step(dense, padded=False)
+
+    def body(rank: int) -> tuple[int, set[tuple[str, str]]]:
+        mine = parallelize(copy.deepcopy(made), found, make_mesh(mesh))
+        shard_over_data_axes(mine, found, make_mesh(mesh))
+        with ledger() as log:
+            step(mine, padded=False)
+        for name, parameter in mine.named_parameters():
+            wanted = dense.get_parameter(name).grad
+            assert wanted is not None
+            assert error(parameter.grad.full_tensor(), wanted) < 1e-4, name  # type: ignore[union-attr]
+        held = sum(p.to_local().numel() for p in mine.parameters())  # type: ignore[attr-defined]
+        return held * 4, {(r.axis, r.operation) for r in log.records if "reduce" in r.operation}
+
+    wanted = memory(found, Workload(BATCH, LENGTH, element_size=4)).parameters
+    scattered = {("dp_shard", "reduce_scatter"), ("dp_shard_ep", "reduce_scatter")}
+    assert run_ranks(body, 4, timeout=100) == [(wanted, scattered)] * 4
