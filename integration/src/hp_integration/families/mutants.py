@@ -50,7 +50,8 @@ class AdaptedInPlace(nn.Linear):
     """A layer whose adapter's factors are parameters of its own."""
 
     def forward(self, input: Tensor) -> Tensor:
-        low = nn.functional.linear(nn.functional.linear(input, self.lora_A), self.lora_B)
+        own: Any = self
+        low = nn.functional.linear(nn.functional.linear(input, own.lora_A), own.lora_B)
         return super().forward(input) + low
 
 
