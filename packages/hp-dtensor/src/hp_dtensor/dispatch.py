@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor import extreme
 from hp_dtensor.cut_size import CutSize
+from hp_dtensor.function_bridge import bridged
 from hp_dtensor.implicit import allowed, any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.operands import is_known_whole, operands_of
@@ -34,7 +35,7 @@ from hp_dtensor.rules.recipe import (
 )
 from hp_dtensor.rules.table import rule_for
 from hp_dtensor.transition import Transition
-from hp_dtensor.whole_values import mark_whole
+from hp_dtensor.whole_values import current_values, mark_whole
 from hp_platform.collectives import Origin
 
 if TYPE_CHECKING:
@@ -326,18 +327,27 @@ def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
             given.append(tensor)
             continue
         if not local.requires_grad and any_requires_grad(tensor):
-            raise OperatorError(
-                f"{plan.call.operator}: an operand came out of torch.autograd.Function.apply, "
-                "which computed on a DTensor without its gradient. Remedy: call to_local() before "
-                "the function and DTensor.from_local() after it, or declare the module an opaque "
-                "region."
-            )
+            local = _of_function(plan.call.operator, tensor)
         given.append(local)
     if plan.steps is not None:
         for index, step in enumerate(plan.steps):
             if step is not None:
                 given[index] = _apply(plan, step, given[index])
     return given
+
+
+def _of_function(operator: str, tensor: Any) -> Tensor:
+    """The local tensor of what an autograd.Function gave; in validate mode it may be followed."""
+    local = bridged(tensor) if current_values() is not None else None
+    if local is None:
+        raise OperatorError(
+            f"{operator}: an operand came out of torch.autograd.Function.apply, "
+            "which computed on a DTensor without its gradient. Remedy: call to_local() before "
+            "the function and DTensor.from_local() after it, or declare the module an opaque "
+            "region."
+        )
+    tensor._local = local
+    return local
 
 
 def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
