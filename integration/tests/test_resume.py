@@ -31,9 +31,9 @@ def test_the_losses_after_a_resume_are_those_of_an_uninterrupted_run(
 
 @pytest.mark.ranks
 def test_a_run_can_be_resumed_on_another_mesh(train: Train, tmp_path: Path) -> None:
-    options = ("--no-checks", "--steps", "8", "--save-every", "4")
-    whole = train(*options, "--mesh", "dp_shard=2,tp=2", ranks=4, out=tmp_path)
-    for layout, ranks in (("--mesh=dp_replicate=2,dp_shard=2", 4), ("--single", 1)):
+    options = ("--model", "moe", "--no-checks", "--steps", "8", "--save-every", "4")
+    whole = train(*options, "--mesh", "dp_shard=2,ep=2", ranks=4, out=tmp_path)
+    for layout, ranks in (("--mesh=dp_replicate=2,tp=2", 4), ("--single", 1)):
         rewind(tmp_path, 4)
         resumed = train(*options, layout, "--resume", ranks=ranks, out=tmp_path)
         assert resumed.losses[:4] == whole.losses[:4]
