@@ -19,6 +19,7 @@ from hp_fsdp import ShardingError, fully_shard
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
 from hp_platform import MeshAxis, all_reduce, ledger, reduce_scatter
 from hp_platform.buffers import aligned_empty
+from hp_platform.repeatable import repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
 
 R = Replicate()
@@ -267,17 +268,28 @@ def test_shards_and_buffers_are_aligned_and_gathering_copies_nothing():
     run_ranks(body, 2)
 
 
+def seen_scatters(monkeypatch, see):
+    """Shows `see` the input of every reduce-scatter when it is issued."""
+
+    def once(tensor, axis, **kwargs):
+        see(tensor)
+        return reduce_scatter(tensor, axis, **kwargs)
+
+    def repeatable(tensor, axis, **kwargs):
+        scatter = repeatable_reduce_scatter(tensor, axis, **kwargs)
+        return lambda output, origin: (see(tensor), scatter(output, origin))[1]
+
+    monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", once)
+    monkeypatch.setattr("hp_fsdp.bucket.repeatable_reduce_scatter", repeatable)
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("comm_policy", ["per_parameter", "shared_buffer"])
 def test_gradients_are_sent_from_where_autograd_accumulated_them(monkeypatch, comm_policy):
     sent = []
 
-    def reduce_scatter_of(tensor, axis, **kwargs):
-        sent.append(tensor)
-        return reduce_scatter(tensor, axis, **kwargs)
-
     def body(rank):
-        monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", reduce_scatter_of)
+        seen_scatters(monkeypatch, sent.append)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))  # uneven rows
         fully_shard(model, mesh=mesh, comm_policy=comm_policy)
@@ -309,14 +321,10 @@ def test_padding_travels_as_zeros(monkeypatch):
 
     sent = []
 
-    def reduce_scatter_of(tensor, axis, **kwargs):
-        sent.append(tensor.clone())
-        return reduce_scatter(tensor, axis, **kwargs)
-
     def body(rank):
         monkeypatch.setattr("hp_fsdp.bucket.aligned_empty", poisoned)
         monkeypatch.setattr("hp_fsdp.packed_bucket.aligned_empty", poisoned)
-        monkeypatch.setattr("hp_fsdp.bucket.reduce_scatter", reduce_scatter_of)
+        seen_scatters(monkeypatch, lambda tensor: sent.append(tensor.clone()))
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         for dim in (0, 1):
             model = nn.Linear(5, 3, bias=False)
