@@ -29,10 +29,12 @@ _OF_WRAPPER = words(
 _OF_LOCAL = ["is_pinned", "data_ptr", "untyped_storage", "storage_offset", "is_shared"]
 
 
+@cache
 def _own_names(wrapper: type) -> Mapping[str, Any]:
-    """What the class and its bases define, PyTorch's own left out."""
+    """What the class and its bases define, PyTorch's own left out. Every property read asks."""
     own = wrapper.__mro__[: wrapper.__mro__.index(torch.Tensor)]
-    return {name: value for each in reversed(own) for name, value in vars(each).items()}
+    names = {name: value for each in reversed(own) for name, value in vars(each).items()}
+    return MappingProxyType(names)
 
 
 def _on_wrapper(function: Callable[..., Any]) -> Handler:
