@@ -1,6 +1,7 @@
 """Ranks that issue different collectives are told so, whether they would hang or mix data up."""
 
 import time
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from hp_platform import AgreementError, MeshAxis, Origin, all_gather, all_reduce, reduce_scatter
 from hp_platform.lookout import _compare, _publish
 from hp_platform.testing import run_ranks
-from hp_platform.trail import Trail
+from hp_platform.trail import Trail, trails
 
 B = Origin("model", "b", "forward", "parameters 'b.weight'", "leave out nothing")
 C = Origin("model", "c", "forward", "parameters 'c.weight'", "leave out nothing")
@@ -64,17 +65,26 @@ def test_a_rank_that_comes_late_is_not_blamed():
         time.sleep(1.5 * rank)
         for origin in (B, C):
             all_gather(torch.ones(128), axis, origin=origin).wait()
-        return axis.trail.verdict
+        verdict = axis.trail.verdict
+        assert trails() == [axis.trail]
+        # Another group may meet in another store, under the same name.
+        group = weakref.ref(axis.process_group)
+        dist.destroy_process_group()
+        assert trails() == []
+        del axis
+        assert group() is None
+        return verdict
 
     assert run_ranks(body, 2) == [None, None]
 
 
-def trails_of_two_ranks():
-    group = SimpleNamespace(group_name="dp")
-    return [
-        Trail(SimpleNamespace(rank=r, size=2, ranks=(4, 6), name="dp", process_group=group))
-        for r in range(2)
-    ]
+class Group:
+    group_name = "dp"
+
+
+def trails_of_two_ranks(made=1):
+    common = {"size": 2, "ranks": (4, 6), "name": "dp", "process_group": Group(), "device": None}
+    return [Trail(SimpleNamespace(rank=r, **common), made) for r in range(2)]
 
 
 def compared(first, second):
@@ -103,11 +113,10 @@ def test_what_a_group_of_the_same_name_left_behind_is_not_compared():
     first.add("all_gather", B)
     second.add("all_gather", C)
     _publish(store, second)
-    again, _ = trails_of_two_ranks()
+    again, _ = trails_of_two_ranks(made=2)
     _publish(store, first)
     again.add("all_gather", B)
     _publish(store, again)
-    assert again.made == 2
     assert _compare(store, again, [1]) is None
     assert _compare(store, first, [1]) is not None
 

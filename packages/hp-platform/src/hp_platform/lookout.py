@@ -88,7 +88,7 @@ class _Lookout(threading.Thread):
         for trail in known:
             if verdict is None:
                 _publish(store, trail)
-                verdict = _compare(store, trail, [(trail.axis.rank + 1) % trail.axis.size])
+                verdict = _compare(store, trail, [(trail.rank + 1) % trail.size])
         if verdict is None:
             return
         for trail in known:
@@ -119,7 +119,7 @@ def difference_behind(axis: MeshAxis) -> str | None:
     Takes up to half a second where they do not: the others may be about to publish their trails.
     """
     trail = axis.trail
-    if trail is None:
+    if trail is None or trail.group is None:
         return None
     end = time.monotonic() + _ANSWER
     others = [coordinate for coordinate in range(axis.size) if coordinate != axis.rank]
@@ -139,9 +139,6 @@ def difference_behind(axis: MeshAxis) -> str | None:
 
 def _publish(store: Store, trail: Trail) -> None:
     with trail.lock:
-        if not trail.made:
-            # A group may be destroyed and another one made under its name.
-            trail.made = store.add(f"{_key(trail.axis, trail.axis.rank)}/made", 1)
         count = trail.count
         if trail.published == count:
             return
@@ -149,8 +146,9 @@ def _publish(store: Store, trail: Trail) -> None:
         texts: dict[str, int] = {}
         order = [texts.setdefault(_text(*step[1:]), len(texts)) for step in steps]
         first = steps[0][0] if steps else count
+        # `made`: a group may be destroyed and another one made under its name.
         content = {"made": trail.made, "first": first, "texts": list(texts), "order": order}
-        store.set(_key(trail.axis, trail.axis.rank), json.dumps(content))
+        store.set(_key(trail, trail.rank), json.dumps(content))
         trail.published = count
 
 
@@ -172,7 +170,7 @@ def _compare(store: Store, trail: Trail, coordinates: Sequence[int]) -> str | No
 
 
 def _fetch(store: Store, trail: Trail, coordinate: int) -> Published | None:
-    key = _key(trail.axis, coordinate)
+    key = _key(trail, coordinate)
     if not store.check([key]):
         return None
     found: Published = json.loads(store.get(key))
@@ -181,24 +179,22 @@ def _fetch(store: Store, trail: Trail, coordinate: int) -> Published | None:
 
 def _account(store: Store, trail: Trail, own: Step) -> str:
     """Who issues what instead of `own`."""
-    axis = trail.axis
     end = time.monotonic() + _GATHERING
     number, operation, origin = own
-    issued = {axis.rank: _text(operation, origin)}
-    while len(issued) < axis.size and time.monotonic() < end:
-        for coordinate in set(range(axis.size)) - issued.keys():
+    issued = {trail.rank: _text(operation, origin)}
+    while len(issued) < trail.size and time.monotonic() < end:
+        for coordinate in set(range(trail.size)) - issued.keys():
             found = _fetch(store, trail, coordinate)
             place = -1 if found is None else number - found["first"]
             if found is not None and 0 <= place < len(found["order"]):
                 issued[coordinate] = found["texts"][found["order"][place]]
         time.sleep(0.02)
-    return _message(axis, number, issued, origin.advice)
+    return _message(trail, number, issued, origin.advice)
 
 
-def _key(axis: MeshAxis, coordinate: int) -> str:
-    assert axis.process_group is not None
-    name = axis.process_group.group_name
-    return f"hp_platform/trail/{name}/{axis.ranks[0]}/{axis.ranks[coordinate]}"
+def _key(trail: Trail, coordinate: int) -> str:
+    ranks = trail.ranks
+    return f"hp_platform/trail/{trail.group_name}/{ranks[0]}/{ranks[coordinate]}"
 
 
 def _text(operation: str, origin: Any) -> str:
@@ -210,16 +206,16 @@ def _verdict(store: Store) -> str | None:
     return store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
 
 
-def _message(axis: MeshAxis, number: int, issued: dict[int, str], advice: str) -> str:
+def _message(trail: Trail, number: int, issued: dict[int, str], advice: str) -> str:
     alike: dict[str, list[int]] = {}
-    for coordinate in range(axis.size):
+    for coordinate in range(trail.size):
         what = issued.get(coordinate, "nothing that this rank can see")
-        alike.setdefault(what, []).append(axis.ranks[coordinate])
+        alike.setdefault(what, []).append(trail.ranks[coordinate])
     # Most ranks first; among equals the lowest rank.
     listed = sorted(alike.items(), key=lambda item: (-len(item[1]), item[1]))
     found = "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in listed)
     return (
-        f"ranks on mesh axis {axis.name!r} issue different collectives. Number {number} on it is "
+        f"ranks on mesh axis {trail.name!r} issue different collectives. Number {number} on it is "
         f"on {found}. Every rank must run the same modules, in the same "
         f"order{advice and '; '}{advice}"
     )
@@ -234,9 +230,10 @@ def _interrupt(store: Store, trail: Trail) -> None:
 
     `watch` ends it.
     """
-    axis, verdict = trail.axis, str(trail.verdict)
-    if axis.device.type != "cpu":
+    group, verdict = trail.group, str(trail.verdict)
+    if trail.device.type != "cpu":
         _logger.error(verdict)
         store.compare_set(FIRST_FAILURE, "", verdict)
         return
-    break_off(axis.process_group, [peer for peer in range(axis.size) if peer != axis.rank])
+    if group is not None:
+        break_off(group, [peer for peer in range(trail.size) if peer != trail.rank])

@@ -8,8 +8,9 @@ gives its peers what they did not ask for, or leaves them waiting. `lookout` com
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
@@ -32,23 +33,41 @@ class Trail:
     """The last collectives that this rank has issued on one group.
 
     Attributes:
-        axis: an axis with this group.
+        name: that of an axis with this group.
+        size, rank, ranks, device: as of that axis.
+        group_name: what PyTorch calls the group.
         count: how many there have been.
         verdict: why no further collective may be issued; None while nothing is known against it.
-        made: how many groups have had this one's name, this one included; 0 until `lookout` asks.
+        made: how many groups of these ranks have had this one's name, this one included.
         published: `count` when `lookout` last published it.
     """
 
-    def __init__(self, axis: MeshAxis) -> None:
-        self.axis = axis
+    def __init__(self, axis: MeshAxis, made: int = 1) -> None:
+        assert axis.process_group is not None
+        # Not the axis itself: it holds the group, which is to end when the program drops it.
+        self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
+        self.device = axis.device
+        self.group_name: str = axis.process_group.group_name
+        self._group = ref(axis.process_group)
         self.verdict: str | None = None
-        self.made = 0
+        self.made = made
         self.published = -1
         self.lock = threading.Lock()
         self.count = 0
         # Rings, which are written to at every collective: nothing is allocated.
         self._operations = [""] * _KEPT
         self._origins = [_NOBODY] * _KEPT
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group; None once it has been destroyed."""
+        group = self._group()
+        if group is not None:
+            try:
+                dist.get_process_group_ranks(group)
+            except (KeyError, RuntimeError, ValueError):
+                return None
+        return group
 
     def add(self, operation: str, origin: Origin) -> None:
         """A collective is about to be issued that all ranks of the group must make.
@@ -75,6 +94,8 @@ class Trail:
 
 # Groups belong to the process, and so does this record, which keeps none of them alive.
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
+# All ranks of a group use it, so that they count alike; they need not look at the same time.
+_made: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
 
 
 def trail_of(axis: MeshAxis) -> Trail | None:
@@ -84,10 +105,15 @@ def trail_of(axis: MeshAxis) -> Trail | None:
         return None
     trail = _trails.get(group)
     if trail is None:
-        trail = _trails.setdefault(group, Trail(axis))
+        key = (group.group_name, axis.rank, axis.ranks)
+        _made[key] += 1
+        trail = _trails.setdefault(group, Trail(axis, _made[key]))
     return trail
 
 
 def trails() -> list[Trail]:
-    """Those of all groups that are in use."""
-    return list(_trails.values())
+    """Those of all groups that have been used and not destroyed.
+
+    A destroyed one, which an axis may still hold, belongs to another store perhaps.
+    """
+    return [trail for trail in list(_trails.values()) if trail.group is not None]
