@@ -70,8 +70,8 @@ def test_cuts_of_ordinary_layers_fall_between_rows():
 
 def test_auto_sends_alone_what_takes_long_against_the_latency():
     policy, link = CommPolicy("auto"), Link(latency=1e-3, bandwidth=1e9)
-    assert policy.shares(7_999_999, link)
-    assert not policy.shares(8_000_000, link)
+    assert policy.shares(31_999_999, link)
+    assert not policy.shares(32_000_000, link)
     assert CommPolicy("auto", Link(0.0, 1e9)).shares(1, link) is False
     assert CommPolicy("shared_buffer").shares(1 << 40, None)
     assert not CommPolicy("per_parameter").shares(1, None)
@@ -101,7 +101,7 @@ def flat(world):
 
 
 def given_link(threshold):
-    return CommPolicy("auto", Link(1e-6, threshold / 8 * 1e6))
+    return CommPolicy("auto", Link(1e-6, threshold / 32 * 1e6))
 
 
 @pytest.mark.ranks
@@ -118,7 +118,7 @@ def test_auto_is_seen_in_the_ledger_in_layouts_and_in_the_explanation():
         counts = Counter((r.operation, r.origin.phase) for r in log.records)
         assert counts == {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 2}
         text = explain(model)
-        assert "auto: alone from 100,000 bytes (8 times the given latency of 1 us" in text
+        assert "auto: alone from 100,000 bytes (32 times the given latency of 1 us" in text
         assert text.count("together") == 2
         assert text.count("alone  ") == 1
         assert "large.weight (1024, 128) Shard(dim=0)" in text

@@ -72,8 +72,9 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 PER_PARAMETER, SHARED_BUFFER, AUTO = "per_parameter", "shared_buffer", "auto"
-_ALONE_FROM = 8
-"""`auto` sends a parameter alone if its transfer takes at least this many times the latency."""
+_ALONE_FROM = 32
+"""`auto` sends a parameter alone if its transfer takes at least this many times the latency: a
+collective of its own costs it 3% at most."""
 
 
 @frozen
