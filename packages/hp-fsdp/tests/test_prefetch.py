@@ -165,6 +165,8 @@ def test_the_unit_that_ends_forward_and_begins_backward_stays_gathered_and_costs
             for _ in range(3):
                 loss = model(x).sum()
                 held.append(last.state is UnitState.GATHERED)
+                # What the program sees between the two does not depend on it.
+                assert model.layers[-1].weight is last.parameters[0].sharded
                 assert all(unit.state is UnitState.SHARDED for unit in units[:-1])
                 loss.backward()
                 assert last.state is UnitState.SHARDED

@@ -194,6 +194,8 @@ class Root:
         if unit is not self._turning or unit.reshard_after_forward is not None:
             return False
         self._kept = unit
+        # As after any other forward, the program sees the shards: it may freeze them, or save them.
+        unit.show_shards()
         return True
 
     def release_kept(self, coming: Unit) -> None:
