@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attrs import evolve
 from planner_models import config, model
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hp_dtensor.plan import BoundaryTensor, Contract
 from hp_planner import LintError, lint, plan
@@ -141,6 +143,25 @@ def test_dropout_by_functions_is_refused_while_it_is_drawn():
     for mesh in (MESH, {"cp": 2}):
         assert "Qwen3Attention.attention_dropout = 0.1" in str(refusal(made, mesh))
     plan(made.eval(), MESH)
+    for code, named in DROPPING.items():
+        made = model("llama")
+        made.model.layers[0].mlp.__class__, made.model.layers[0].mlp.rate = code, 0.3
+        text = str(refusal(made))
+        assert f"found {code.__name__}.{named} = 0.3" in text
+        assert "--set" not in text
+
+
+class StatedRate(LlamaMLP):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class HeldRate(LlamaMLP):
+    def forward(self, x):
+        return torch.nn.functional.dropout(super().forward(x), p=self.rate, training=self.training)
+
+
+DROPPING = {StatedRate: "dropout()", HeldRate: "rate"}
 
 
 def test_all_dropouts_are_one_violation_with_what_to_type():

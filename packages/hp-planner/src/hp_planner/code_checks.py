@@ -92,6 +92,8 @@ def _own_draws(graph: ModuleGraph, planned: set[str]) -> Iterator[tuple[str, str
 def _settings(facts: Facts, leaf: str, rate: float) -> list[str]:
     """Config values that a rate may come from: of its name, else of its size and its kind."""
     values = dict(facts.graph.config)
+    if leaf.endswith("()"):  # a number in the code, which no setting changes
+        return []
     if _drops(leaf, values.get(leaf)):
         return [leaf]
     alike = [name for name, value in facts.graph.config if _drops(name, value) and value == rate]

@@ -22,6 +22,7 @@ from hp_planner.code_reading import (
     stream_code,
 )
 from hp_planner.data_flow import Feeds, feeds
+from hp_planner.dropout_calls import Call, called_rates, dropout_calls
 from hp_planner.order import Order
 
 DROPOUT = "torch.nn.modules.dropout.Dropout"
@@ -211,11 +212,17 @@ class _Codes:
     layers: dict[type, str] = field(factory=dict)
     streams: dict[tuple[type, str], StreamCode] = field(factory=dict)
     flows: dict[type, Feeds] = field(factory=dict)
+    drops: dict[type, tuple[Call, ...]] = field(factory=dict)
 
     def feeds(self, cls: type) -> Feeds:
         if cls not in self.flows:
             self.flows[cls] = feeds(cls)
         return self.flows[cls]
+
+    def dropouts(self, cls: type) -> tuple[Call, ...]:
+        if cls not in self.drops:
+            self.drops[cls] = dropout_calls(cls)
+        return self.drops[cls]
 
     def signature(self, cls: type) -> Signature:
         if cls not in self.signatures:
@@ -245,7 +252,7 @@ def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleN
         streams=tuple((key, codes.stream(cls, key)) for key in lists),
         as_layer=codes.layer(cls) if in_list and module._modules else None,
         config=_read_config(module, codes.signature(cls)),
-        rates=_rates(module),
+        rates=tuple(dict((*_rates(module), *_called(module, codes))).items()),
         feeds=codes.feeds(cls) if any(_rates(part) for part in module.children()) else (),
         parameters=tuple(
             ParameterNode(
@@ -276,6 +283,13 @@ def _rates(module: nn.Module) -> tuple[tuple[str, float], ...]:
         and value > 0
         and (name == "p" if is_dropout else "drop" in name)
     )
+
+
+def _called(module: nn.Module, codes: _Codes) -> tuple[tuple[str, float], ...]:
+    """Rates that its forward hands to functions; what a dropout module draws is its `p`."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return ()
+    return called_rates(codes.dropouts(type(module)), module)
 
 
 def _read_config(module: nn.Module, forward: Signature) -> tuple[tuple[str, int], ...]:
