@@ -101,7 +101,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a config JSON file, a model type (qwen3_moe), a class name (LlamaForCausalLM), or a "
         "Python factory (package.module:function) that returns a module",
     )
-    parser.add_argument("--mesh", required=True, help="axes and sizes, such as tp=2,dp_shard=2")
+    parser.add_argument(
+        "--mesh",
+        required=True,
+        help="sizes of axes, such as tp=2,dp_shard=2; axes are dp_replicate, dp_shard, ep, cp, tp",
+    )
     parser.add_argument(
         "--set",
         nargs="+",
@@ -126,7 +130,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_cost(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--batch", type=_positive, default=1, metavar="N", help="sequences a rank")
+    group.add_argument(
+        "--batch", type=_positive, default=1, metavar="N", help="sequences a rank (default 1)"
+    )
     group.add_argument(
         "--seq-len", type=_positive, metavar="N", help="tokens a sequence; tells bytes and memory"
     )
