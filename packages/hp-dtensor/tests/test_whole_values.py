@@ -36,6 +36,7 @@ UNKNOWN: list[Callable[[], Tensor]] = [
     lambda: torch.empty(4).uniform_(),
     lambda: torch.ones(4).bernoulli(),
     lambda: torch.nn.functional.dropout(torch.ones(4)),
+    lambda: torch._standard_gamma(torch.ones(4)),
     lambda: torch.ones(4) + torch.rand(4),
     lambda: torch.ones(4).add_(torch.rand(4)),
     lambda: torch.as_tensor(torch.ones(4).numpy()),

@@ -49,7 +49,8 @@ _DRAWING = frozenset(RANDOM) | frozenset(
         """
         dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout alpha_dropout_
         feature_dropout feature_dropout_ feature_alpha_dropout_ rrelu_ scaled_dot_product_attention
-        multi_head_attention_forward
+        multi_head_attention_forward lstm gru rnn_tanh rnn_relu lobpcg _standard_gamma
+        _sample_dirichlet
         """
     )
 )
