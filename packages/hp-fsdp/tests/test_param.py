@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from drawn_model import Entered, Summed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -17,7 +18,7 @@ from hp_dtensor import (
 )
 from hp_fsdp import ShardingError, fully_shard
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
-from hp_platform import MeshAxis, all_reduce, ledger, reduce_scatter
+from hp_platform import MeshAxis, ledger, reduce_scatter
 from hp_platform.buffers import aligned_empty
 from hp_platform.repeatable import repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
@@ -27,31 +28,6 @@ R = Replicate()
 
 def dp_tp():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-
-
-class SumOverTp(torch.autograd.Function):
-    """Forward all-reduce, backward identity: what ends a tensor-parallel block."""
-
-    @staticmethod
-    def forward(ctx, x, axis):
-        return all_reduce(x.clone(), axis).wait()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient, None
-
-
-class EnterTp(torch.autograd.Function):
-    """Forward identity, backward all-reduce: what begins one."""
-
-    @staticmethod
-    def forward(ctx, x, axis):
-        ctx.axis = axis
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return all_reduce(gradient.clone(), ctx.axis).wait(), None
 
 
 class Mlp(nn.Module):
@@ -68,10 +44,10 @@ class Mlp(nn.Module):
 
     def forward(self, x):
         x = x * self.norm
-        h = EnterTp.apply(x, self.tp) if self.tp else x
+        h = Entered.apply(x, self.tp) if self.tp else x
         h = torch.tanh(h @ self.up.t()) * self.gain
         y = h @ self.down.t()
-        return SumOverTp.apply(y, self.tp) if self.tp else y
+        return Summed.apply(y, self.tp) if self.tp else y
 
 
 def made(hidden=6):
