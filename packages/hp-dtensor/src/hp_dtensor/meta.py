@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.errors import HPError
 from hp_dtensor.implicit import implicit
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.operands import is_known_whole
@@ -131,14 +132,15 @@ def validate_on_meta(
 
 @contextmanager
 def _told_of_values() -> Iterator[None]:
-    """Code that asks for values says what to do about it."""
+    """Code that asks for values, or a kernel that has no form without, says what to do about it."""
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
-        if "meta" in str(error):
+        if not isinstance(error, HPError) or "meta" in str(error):
             error.add_note(
-                "on the meta device there are no values: declare code that chooses by value an "
-                "opaque region whose outputs say which input they are like"
+                "on the meta device there are no values, and kernels may take fewer dtypes "
+                "(grouped matrix products: bfloat16): declare code that chooses by value an opaque "
+                "region whose outputs say which input they are like, or validate with values"
             )
         raise
 
