@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from hp_dtensor.plan import REPLICATED, Contract, ShardingPlan
 from hp_planner.facts import Facts, Violation, show_contract
 from hp_planner.graph import ModuleGraph, generalized
 from hp_planner.loss_axis import is_loss_parallel
 from hp_planner.override_file import DECLARED
-from hp_planner.remedies import computed_whole, remedy
+from hp_planner.remedies import block_around, computed_whole, remedy
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import Settings
 from hp_planner.templates import Context, instantiate_templates
@@ -85,6 +85,18 @@ def _contracts(plan: ShardingPlan) -> Iterator[tuple[str, Contract]]:
             yield spec.module, tensor.inside
 
 
+def _without_template(
+    context: Context, members: Mapping[str, RoleAssignment], names: Iterable[str]
+) -> str:
+    """`none` on what holds each name: the block around it, whose parts have no template alone."""
+    held = (
+        (name in members and block_around(context, members[name])) or name.rpartition(".")[0]
+        for name in names
+    )
+    keys = dict.fromkeys(generalized(module) for module in held)
+    return " and ".join(f"override {key!r} with none" for key in keys)
+
+
 def check_tied(facts: Facts) -> Iterator[Violation]:
     """One tensor under several names is placed alike under each."""
     expected = _expected(facts, untied=True)
@@ -103,8 +115,7 @@ def check_tied(facts: Facts) -> Iterator[Violation]:
                     name,
                     f"a role with a template under this name of {names[0]} too",
                     members[name].reason,
-                    f"override {generalized(name.rpartition('.')[0])!r} with none and override "
-                    f"{generalized(names[0].rpartition('.')[0])!r} with none",
+                    _without_template(context, members, (name, names[0])),
                 )
         contracts = {name: by_name[name].contract for name in names if name in by_name}
         if names[0] not in contracts and names[0] in declared:
