@@ -35,6 +35,7 @@ def test_another_mesh_names_the_mesh():
     (change,) = found.changes
     assert (change.subject, change.what) == ("plan", "mesh")
     assert change.after == "tp=2 x dp_shard=4"
+    assert str(found).splitlines()[0].endswith(": 1 change")
 
 
 def test_what_only_one_plan_has_is_added_or_removed():

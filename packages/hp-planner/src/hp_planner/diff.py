@@ -51,7 +51,8 @@ class PlanDiff:
         groups = fold(
             self.changes, lambda c: c.name, lambda c: (c.subject, c.what, c.before, c.after)
         )
-        lines = [f"plan {self.before} -> {self.after}: {len(self.changes)} changes"]
+        count = "1 change" if len(self.changes) == 1 else f"{len(self.changes)} changes"
+        lines = [f"plan {self.before} -> {self.after}: {count}"]
         for name, (first, *_) in groups:
             where = f" {name or '(model)'}" if first.subject != "plan" else ""
             lines.append(f"  {first.subject}{where}: {first.what}")
