@@ -24,7 +24,9 @@ def test_placements_agree_with_the_plan_of_transformers(family):
 
 
 # Disagreements with a reason, by family: what the plan does instead gives right values.
-EXPLAINED: dict[str, str] = {}
+EXPLAINED = {
+    "llama4": "experts that take one batch of tokens each, scaled before them: left whole",
+}
 
 
 @pytest.mark.slow
