@@ -217,7 +217,6 @@ FAULTS: dict[str, Fault] = {
     "query cut along the wrong dim": Fault(
         parameter(f"{ATTENTION}.q.weight", cut(1)), "in module layers.0.attention.q"
     ),
-
     "output projection left whole": Fault(
         parameter(f"{ATTENTION}.o.weight", WHOLE), "in module layers.0.attention.o"
     ),
@@ -261,7 +260,6 @@ FAULTS: dict[str, Fault] = {
     "norm's gradient not declared a summand": Fault(
         parameter("layers.0.second.weight", WHOLE), "in module layers.0.second"
     ),
-
     "norm's gradient declared an average": Fault(
         parameter("layers.0.second.weight", Contract({}, {"tp": Partial("avg")})),
         "layers.0.second",
@@ -274,7 +272,6 @@ FAULTS: dict[str, Fault] = {
         changed(ATTENTION, "inputs", "x", outside=SUMMED, inside=cut(1)),
         "boundary layers.0.attention, input 'x'",
     ),
-
     "swapped contract at the embedding's exit": Fault(
         changed("embed", "outputs", "", outside=PENDING, inside=WHOLE), "boundary embed, output ''"
     ),
@@ -288,7 +285,6 @@ FAULTS: dict[str, Fault] = {
     "gather missing on entry": Fault(
         changed(ATTENTION, "inputs", "x", inside=cut(1)), "in module layers.0.attention"
     ),
-
     "slice missing at the first layer": Fault(
         changed("layers.0", "inputs", "x", inside=WHOLE), "boundary layers.0.first, input 'x'"
     ),
@@ -299,7 +295,6 @@ FAULTS: dict[str, Fault] = {
         changed(ATTENTION, "outputs", "0", inside=LARGEST),
         "boundary layers.0.attention, output '0'",
     ),
-
     "entry cut along the features": Fault(
         changed(ATTENTION, "inputs", "x", outside=cut(2)), "boundary layers.0.attention, input 'x'"
     ),
@@ -390,7 +385,6 @@ FAULTS: dict[str, Fault] = {
         "output of boundary layers.0.mlp",
         "report",
     ),
-
     "opaque: down cut along the wrong dim": Fault(
         parameter(f"{MLP}.down", cut(0)), "in module layers.0.mlp"
     ),

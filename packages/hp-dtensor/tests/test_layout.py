@@ -1,11 +1,13 @@
 """Which global indices a rank holds: the algebra's ground truth."""
 
 import copy
+from collections.abc import Callable
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
@@ -18,14 +20,60 @@ from hp_dtensor.placements import (
     StridedShard,
     to_torch_placement,
 )
-from hp_dtensor.testing import layouts
+from hp_dtensor.testing import layouts, meshes, shapes
 
 
 def held(layout: Layout) -> list[list[int]]:
     return [layout.owned_indices(coord).tolist() for coord in layout.abstract_mesh.coordinates()]
 
 
-@settings(max_examples=300, deadline=None)
+def parts(layout: Layout) -> list[object]:
+    """All that follows from a layout, asked for in an order that fills what it remembers."""
+    coordinates = list(layout.abstract_mesh.coordinates())
+    return [
+        (hash(layout), repr(layout), layout.cuts, layout.flat_dims, layout.largest_numel),
+        [layout.local_shape(coord) for coord in coordinates],
+        [layout.view_runs(layout.ndim, coord) for coord in coordinates],
+        held(layout),
+    ]
+
+
+def made_or_refused(make: Callable[[], Layout]) -> Layout | str:
+    try:
+        return make()
+    except ValueError as error:
+        return str(error)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_what_is_made_without_validation_is_what_validation_makes(data: st.DataObject) -> None:
+    """A dual, and a mixture of two layouts' placements, refused exactly where it must be."""
+    mesh, shape = data.draw(meshes()), data.draw(shapes())
+    drawn = layouts(mesh, shape, reductions=("sum", "avg", "max"), gradients=True)
+    one, other = data.draw(drawn), data.draw(drawn)
+    mixed = tuple(
+        data.draw(st.sampled_from(each)) for each in zip(one.placements, other.placements)
+    )
+    made = made_or_refused(lambda: one._of_same_tensor(mixed))
+    assert made == made_or_refused(lambda: Layout(mesh, mixed, shape))
+    if isinstance(made, Layout):
+        assert parts(made) == parts(Layout(mesh, mixed, shape))
+    if not any(p == Partial("max") for p in one.placements):
+        checked = Layout(mesh, one.grad_placements, shape, one.placements)
+        first = parts(one)  # the dual shares what this has filled
+        assert one.of_dual == checked
+        assert parts(one.of_dual) == parts(checked)
+        assert parts(one) == first
+        assert one.of_dual.of_dual == one
+
+
+def test_a_maximum_over_ranks_has_no_dual() -> None:
+    with pytest.raises(ValueError, match="cannot have a gradient"):
+        _ = Layout({"tp": 2}, (Partial("max"),), (2,)).of_dual
+
+
+@settings(max_examples=200, deadline=None)
 @given(layouts(reductions=("sum", "avg", "max")))
 def test_the_ranks_partition_the_tensor(layout: Layout) -> None:
     """Coordinates that differ on cutting axes hold disjoint parts whose union is everything."""

@@ -125,6 +125,7 @@ CASES: dict[str, Case] = {
     "chunk": (lambda a: a.chunk(2, dim=-1), ((4, 6),)),
     "split": (lambda a: a.split([1, 4], 1), ((4, 5),)),
     "cat": (lambda a, b: torch.cat((a, b), dim=-1), ((4, 5), (4, 2))),
+    "cat of nothing": (lambda a, b: torch.cat((a.new_zeros(0), a, b), dim=-1), ((4, 5), (4, 2))),
     "stack": (lambda a, b: torch.stack((a, b), dim=1), ((4, 5), (4, 5))),
     "index with a slice": (lambda a: a[..., : a.shape[-1] // 2], ((4, 6),)),
     "index with None": (lambda a: a[:, None, 1], ((4, 6),)),

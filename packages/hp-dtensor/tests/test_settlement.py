@@ -43,7 +43,7 @@ def test_only_summands_are_reduced_and_in_one_collective() -> None:
         assert records == [("all_reduce", 1024, True)]
 
 
-def settle_case_nine(rank: int) -> list[float]:
+def settle_case_nine(rank: int) -> tuple[list[float], list[list[float]], list[int]]:
     """A replicated key projection inside sharded heads: [3, 6] and [5, 10] must become [8, 16]."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     x = torch.tensor([1.0, 2.0])
@@ -53,13 +53,26 @@ def settle_case_nine(rank: int) -> list[float]:
     key = torch.tensor([[1.0, 1.0]], requires_grad=True)
     ((x @ queries.T) * (x @ key.T)).sum().backward()
     assert key.grad is not None
-    settle_gradients([key.grad], [summed(mesh, (1, 2), Partial())])
-    return key.grad.flatten().tolist()
+    memory, layout = key.grad.data_ptr(), summed(mesh, (1, 2), Partial())
+    # One gradient in its own dtype is reduced where it lies; another needs the buffer.
+    alone = key.grad.clone()
+    strided = torch.full((1, 4), rank + 1.0)[:, ::2]
+    with ledger() as log:
+        settle_gradients([key.grad], [layout])
+        settle_gradients([strided], [layout])
+        settle_gradients([alone], [layout], dtype=torch.float64)
+    assert key.grad.data_ptr() == memory
+    assert torch.equal(alone, key.grad)
+    sizes = [record.bytes for record in log.records]
+    return key.grad.flatten().tolist(), strided.tolist(), sizes
 
 
 @pytest.mark.ranks
 def test_a_replicated_weight_inside_sharded_heads_gets_its_whole_gradient() -> None:
-    assert run_ranks(settle_case_nine, 2) == [[8.0, 16.0]] * 2
+    for gradient, strided, sizes in run_ranks(settle_case_nine, 2):
+        assert gradient == [8.0, 16.0]
+        assert strided == [[3.0, 3.0]]
+        assert sizes == [8, 512, 512]
 
 
 def settle_over_two_axes(rank: int) -> tuple[list[float], list[str], str]:

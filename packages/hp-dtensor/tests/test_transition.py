@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 from itertools import product
 
 import pytest
@@ -23,7 +26,7 @@ from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
 from hp_dtensor.testing import check_redistribute, collect, layouts, meshes, shapes, spread
 from hp_dtensor.transition import Transition
 from hp_platform.axis import MeshAxis
-from hp_platform.ledger import ledger
+from hp_platform.ledger import Origin, ledger
 from hp_platform.testing import run_ranks
 
 PARTIAL_GRADIENT = (Partial(),)
@@ -308,6 +311,17 @@ def examples_on_gloo(rank: int, sizes: tuple[int, ...]) -> int:
         again = [torch.full_like(value, 2.0) - i for i, value in enumerate(values)]
         (second,) = torch.autograd.grad(gradient, weight, again[rank])
         assert torch.equal(second, transition.simulate(again)[rank]), f"{transition}"
+        # Everything fixed but the local tensor: the same, with and without a graph, and once more.
+        replay = transition.replay(Origin("test", "replay", "forward"))
+        for _ in range(2):
+            assert torch.equal(replay(values[rank]), expected[rank]), f"{transition}"
+            other = values[rank].clone().requires_grad_()
+            result = replay(other)
+            assert torch.equal(result, expected[rank]), f"{transition}"
+            (gradient_,) = torch.autograd.grad(result, other, weight, create_graph=True)
+            assert torch.equal(gradient_, gradient), f"{transition}"
+            (second_,) = torch.autograd.grad(gradient_, weight, again[rank])
+            assert torch.equal(second_, second), f"{transition}"
     return example + 1
 
 
@@ -319,22 +333,57 @@ def test_gloo_agrees_with_the_simulator(sizes: tuple[int, ...]) -> None:
     assert results == [60] * world
 
 
-def ledger_of_a_round_trip(rank: int) -> list[tuple[str, str, int]]:
+Records = list[tuple[str, str, str, int]]
+
+
+MANY_PATHS = """
+import random
+from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.testing import pairs_of
+from hp_dtensor.transition import Transition
+pairs = pairs_of(AbstractMesh(("dp", "tp"), (2, 2)), (4, 4))
+for source, target in random.Random(0).sample(pairs, 400):
+    print(Transition.compile(source, target))
+"""
+
+
+def test_processes_that_hash_differently_choose_the_same_paths() -> None:
+    """Of paths that cost the same, every rank must take the same one, or they deadlock."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", MANY_PATHS],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert first.count(b"->") > 400
+    assert first == second
+
+
+def ledger_of_a_round_trip(rank: int) -> tuple[Records, Records]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     sharded = Layout(mesh, (S(1),), (4, 6))
     consumed = Layout(mesh, (R,), (4, 6), (P,))
     local = torch.ones(4, 3, requires_grad=True)
-    with ledger() as log:
-        Transition.compile(sharded, consumed).apply(local).sum().backward()
-    assert isinstance(local.grad, Tensor)
-    assert torch.equal(local.grad, torch.full((4, 3), 2.0))
-    return [(r.operation, r.origin.phase, r.bytes) for r in log.records]
+    transition, origin = Transition.compile(sharded, consumed), Origin("test", "asks", "forward")
+    found = []
+    for run in (lambda tensor: transition.apply(tensor, origin=origin), transition.replay(origin)):
+        local.grad = None
+        with ledger() as log:
+            run(local).sum().backward()
+        assert isinstance(local.grad, Tensor)
+        assert torch.equal(local.grad, torch.full((4, 3), 2.0))
+        found.append([(r.operation, r.origin.name, r.origin.phase, r.bytes) for r in log.records])
+    return found[0], found[1]
 
 
 @pytest.mark.ranks
 def test_the_ledger_shows_one_collective_each_way() -> None:
-    expected = [("all_gather", "forward", 96), ("reduce_scatter", "backward", 96)]
-    assert run_ranks(ledger_of_a_round_trip, 2) == [expected] * 2
+    expected = [("all_gather", "asks", "forward", 96), ("reduce_scatter", "asks", "backward", 96)]
+    assert run_ranks(ledger_of_a_round_trip, 2) == [(expected, expected)] * 2
 
 
 def errors_before_communication(rank: int) -> list[str]:

@@ -3,8 +3,10 @@
 Every pair is two layouts drawn anew, of every kind of placement, on meshes of one to three axes and
 uneven shapes, so nothing is answered from a memo. A check compiles the transition and its adjoint,
 runs them on all ranks, compares the values with the dense tensor and the gradients by the adjoint
-identity. What is counted is redistributions: one into the target for the values, and, where both
-ends have gradients, one back for those.
+identity. What is counted is redistributions of a whole value on all eight ranks, each from one
+layout to another: one into the target for the values, and, where both ends have gradients, one back
+for those. A pair is therefore two redistributions and the check of both, and half as many pairs a
+second are checked; drawing the layouts is not in the time. It is CPU time of one process.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 from hp_dtensor.contracts import ContractError, ModelAxes
 from hp_dtensor.plan import BoundarySpec
 from hp_integration.regions.context_parallel import context_parallel
-from hp_planner.heads import KEY, VALUE
+from hp_planner.layer_names import KEY, VALUE
 
 __all__ = ["context_parallel_shared_heads", "shared_heads"]
 

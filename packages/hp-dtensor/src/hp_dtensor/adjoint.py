@@ -30,7 +30,7 @@ from hp_dtensor.placements import (
 
 def dual(layout: Layout) -> Layout:
     """The gradient's layout; its own gradient is laid out as the value."""
-    return Layout(layout.mesh, layout.grad_placements, layout.shape, layout.placements)
+    return layout.of_dual
 
 
 def factor(source: Layout, target: Layout) -> float:

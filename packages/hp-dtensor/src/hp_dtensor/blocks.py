@@ -79,7 +79,11 @@ class Block:
         )
 
 
-def common_blocks(first: Sequence[Runs], second: Sequence[Runs]) -> tuple[Block, Block]:
+Positions = tuple[Runs, ...]
+"""Per dim of a local tensor."""
+
+
+def common_positions(first: Sequence[Runs], second: Sequence[Runs]) -> tuple[Positions, Positions]:
     """What two ranks have in common, as positions in each one's local tensor."""
     of_first, of_second = [], []
     for one, other in zip(first, second):
@@ -89,7 +93,7 @@ def common_blocks(first: Sequence[Runs], second: Sequence[Runs]) -> tuple[Block,
             positions = _common_positions(one, other)
         of_first.append(positions[0])
         of_second.append(positions[1])
-    return _block(of_first, first), _block(of_second, second)
+    return tuple(of_first), tuple(of_second)
 
 
 def _all(runs: Runs) -> Runs:
@@ -117,7 +121,8 @@ def _common_positions(first: Runs, second: Runs) -> tuple[Runs, Runs]:
     return merged(of_first), merged(of_second)
 
 
-def _block(positions: Sequence[Runs], held: Sequence[Runs]) -> Block:
+def block_at(positions: Positions, view: Sequence[int]) -> Block:
+    """The block at these positions of a local tensor of shape `view`."""
     index: list[Index] = []
     shape: list[int] = []
     for runs in positions:
@@ -126,5 +131,5 @@ def _block(positions: Sequence[Runs], held: Sequence[Runs]) -> Block:
         else:
             index.append(slice(*runs[0]) if runs else slice(0, 0))
         shape.append(length(runs))
-    cut = tuple([dim for dim, runs in enumerate(held) if shape[dim] != length(runs)])
+    cut = tuple([dim for dim, size in enumerate(view) if shape[dim] != size])
     return Block(tuple(index), tuple(shape), math.prod(shape), not cut, cut)

@@ -72,7 +72,23 @@ def runs_to_indices(runs: Runs) -> Tensor:
         return torch.arange(*runs[0])
     if not runs:
         return torch.empty(0, dtype=torch.int64)
+    size = length(runs)
+    if size <= 32 * len(runs):  # short runs: a list is made faster than so many tensors
+        return torch.tensor([i for start, stop in runs for i in range(start, stop)])
     return torch.cat([torch.arange(start, stop) for start, stop in runs])
+
+
+FEW = 128
+"""Up to so many indices a list is made faster than by a handful of tensor operations."""
+
+
+def flat_indices(per_dim: Sequence[Runs], shape: Sequence[int]) -> list[int]:
+    """Row-major flat indices of a product of runs."""
+    indices = [0]
+    for runs, size in zip(per_dim, shape):
+        own = [i for start, stop in runs for i in range(start, stop)]
+        indices = [row * size + i for row in indices for i in own]
+    return indices
 
 
 def flatten_runs(per_dim: Sequence[Runs], shape: Sequence[int]) -> Runs:

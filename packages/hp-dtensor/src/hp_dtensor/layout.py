@@ -13,7 +13,7 @@ Muon's gathers agree with. The order in which axes cut a dim is:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -25,25 +25,39 @@ from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_dtensor.cut_order import flattened, ordered_cuts
 from hp_dtensor.cuts import (
+    FEW,
     Cut,
     Ragged,
     Runs,
+    flat_indices,
     flatten_runs,
     full_run,
     length,
     runs_to_indices,
+)
+from hp_dtensor.layout_checks import (
+    as_gradients,
+    as_mesh,
+    as_placements,
+    as_shape,
+    check_count,
+    check_placement,
+    check_reductions,
+    may_be_gradient,
+    normalized,
+    partial_extreme,
 )
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
     Placement,
     RaggedShard,
     SectionedShard,
+    StridedShard,
     default_grad_placement,
     describe,
     is_partial,
     is_replicate,
     is_sharding,
-    normalize_placement,
     sharded_dims,
 )
 
@@ -51,23 +65,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Coordinate = tuple[int, ...]
-
-
-def _shape(value: Iterable[int]) -> tuple[int, ...]:
-    return tuple(int(size) for size in value)
-
-
-def _placements(value: Iterable[Placement]) -> tuple[Placement, ...]:
-    return tuple(value)
-
-
-def _gradients(value: Iterable[Placement] | None) -> tuple[Placement, ...]:
-    # None stays None until the value's placements are known.
-    return None if value is None else tuple(value)  # type: ignore[return-value]
-
-
-def _mesh(value: DeviceMesh | AbstractMesh | Mapping[str, int]) -> DeviceMesh | AbstractMesh:
-    return AbstractMesh.of(value) if isinstance(value, Mapping) else value
 
 
 @frozen(repr=False, cache_hash=True, slots=False)
@@ -88,41 +85,80 @@ class Layout:
         TypeError: a placement is of a kind this package does not know.
     """
 
-    mesh: DeviceMesh | AbstractMesh = field(converter=_mesh)
-    placements: tuple[Placement, ...] = field(converter=_placements)
-    shape: tuple[int, ...] = field(converter=_shape)
-    grad_placements: tuple[Placement, ...] = field(default=None, converter=_gradients)
+    mesh: DeviceMesh | AbstractMesh = field(converter=as_mesh)
+    placements: tuple[Placement, ...] = field(converter=as_placements)
+    shape: tuple[int, ...] = field(converter=as_shape)
+    grad_placements: tuple[Placement, ...] = field(default=None, converter=as_gradients)
 
     def __attrs_post_init__(self) -> None:
         mesh = self.abstract_mesh
-        _check_count("placements", self.placements, mesh)
-        normalized = tuple(
-            _normalized(placement, axis, len(self.shape))
+        check_count("placements", self.placements, mesh)
+        fitting = tuple(
+            normalized(placement, axis, len(self.shape))
             for placement, axis in zip(self.placements, mesh.axis_names)
         )
-        object.__setattr__(self, "placements", normalized)
+        object.__setattr__(self, "placements", fitting)
         object.__setattr__(self, "grad_placements", self._resolved_gradients())
-        _check_reductions(normalized)
-        for axis, placement in enumerate(normalized):
-            _check_placement(placement, mesh.axis_names[axis], mesh.sizes[axis], self.shape)
-        object.__setattr__(self, "cuts", ordered_cuts(self.abstract_mesh, normalized, self.shape))
+        check_reductions(fitting)
+        for axis, placement in enumerate(fitting):
+            check_placement(placement, mesh.axis_names[axis], mesh.sizes[axis], self.shape)
+        object.__setattr__(self, "cuts", ordered_cuts(self.abstract_mesh, fitting, self.shape))
+        object.__setattr__(self, "_memo", {})
         self._check_ragged()
 
     # One ordered list of cuts per tensor dim; the flattening cut of a RaggedShard over several
     # dims is in the list of each of them, last.
     cuts: tuple[tuple[Cut, ...], ...] = field(init=False, eq=False)
 
+    # Index runs and local shapes by coordinate. They follow from the cuts alone, so a layout has
+    # them in common with its dual; pure functions of an immutable value, kept with it.
+    _memo: dict[Any, Any] = field(init=False, eq=False)
+
+    def _of_same_tensor(self, placements: tuple[Placement, ...]) -> Layout:
+        """Other placements, each of which some layout of this mesh and shape has on its axis.
+
+        So they are known to fit one by one; whether they fit together is all that is looked at.
+
+        Raises:
+            ValueError: they do not.
+        """
+        check_reductions(placements)
+        made = self._unchecked(
+            placements, tuple([default_grad_placement(placement) for placement in placements])
+        )
+        object.__setattr__(made, "cuts", ordered_cuts(self.abstract_mesh, placements, self.shape))
+        object.__setattr__(made, "_memo", {})
+        if any(type(placement) is RaggedShard for placement in placements):
+            made._check_ragged()
+        return made
+
+    def _unchecked(
+        self, placements: tuple[Placement, ...], gradients: tuple[Placement, ...]
+    ) -> Layout:
+        """A layout on the same mesh and of the same shape, without cuts and memo."""
+        made = Layout.__new__(Layout)
+        # In attrs' own order; cached_property would find these under the same names.
+        vars(made).update(
+            mesh=self.mesh,
+            placements=placements,
+            shape=self.shape,
+            grad_placements=gradients,
+            _attrs_cached_hash=None,
+            abstract_mesh=self.abstract_mesh,
+        )
+        return made
+
     def _resolved_gradients(self) -> tuple[Placement, ...]:
         if self.grad_placements is None:
             return tuple(default_grad_placement(placement) for placement in self.placements)
         names = self.abstract_mesh.axis_names
-        _check_count("grad_placements", self.grad_placements, self.abstract_mesh)
+        check_count("grad_placements", self.grad_placements, self.abstract_mesh)
         gradients = tuple(
-            _normalized(placement, axis, len(self.shape))
+            normalized(placement, axis, len(self.shape))
             for placement, axis in zip(self.grad_placements, names)
         )
         for name, value, gradient in zip(names, self.placements, gradients):
-            if not _may_be_gradient(value, gradient):
+            if not may_be_gradient(value, gradient):
                 raise ValueError(
                     f"mesh axis {name!r}: a value placed {describe(value)} cannot have a gradient "
                     f"placed {describe(gradient)}; a sharded value's gradient is sharded alike, "
@@ -229,6 +265,17 @@ class Layout:
         return evolve(self, placements=placements, grad_placements=grad_placements)
 
     @cached_property
+    def of_dual(self) -> Layout:
+        """The gradient's layout, whose own gradient is laid out as this value (decision D3)."""
+        if partial_extreme(self.placements):  # refused, with the reason
+            return Layout(self.mesh, self.grad_placements, self.shape, self.placements)
+        made = self._unchecked(self.grad_placements, self.placements)
+        # A gradient is cut where its value is cut, and nowhere else.
+        object.__setattr__(made, "cuts", self.cuts)
+        object.__setattr__(made, "_memo", self._memo)
+        return made
+
+    @cached_property
     def of_gradient(self) -> Layout:
         """Where a gradient is: the gradient placements as placements of a value."""
         return self.with_placements(self.grad_placements)
@@ -255,6 +302,8 @@ class Layout:
         shape = self.view_shape(self.flat_dims)
         if not shape:
             return torch.zeros(1, dtype=torch.int64)
+        if math.prod([length(runs) for runs in per_dim]) <= FEW:
+            return torch.tensor(flat_indices(per_dim, shape), dtype=torch.int64)
         indices = runs_to_indices(per_dim[0])
         for runs, size in zip(per_dim[1:], shape[1:]):
             indices = (indices.unsqueeze(-1) * size + runs_to_indices(runs)).view(-1)
@@ -290,14 +339,28 @@ class Layout:
         return (math.prod(self.shape[:flat_dims]), *self.shape[flat_dims:])
 
     @cached_property
+    def numel_bounds(self) -> tuple[int, int]:
+        """Elements of the smallest and of the largest local tensor.
+
+        Every part is looked at: a chunk may hold several shares or sections of another cut.
+        """
+        cuts = zip(self.abstract_mesh.sizes, self.placements)
+        parts = product(*(range(size if sharded_dims(p) else 1) for size, p in cuts))
+        found = [self.local_numel(coord) for coord in parts]
+        return min(found), max(found)
+
+    @cached_property
     def largest_numel(self) -> int:
-        """Elements of the largest local tensor. Every cut but Ragged favours coordinate 0."""
-        sizes = self.abstract_mesh.sizes
-        choices = [
-            range(sizes[axis]) if type(placement) is RaggedShard else (0,)
-            for axis, placement in enumerate(self.placements)
-        ]
-        return max(self.local_numel(coord) for coord in product(*choices))
+        """Elements of the largest local tensor. Chunks alone favour coordinate 0."""
+        if self.is_chunked:
+            return self.local_numel((0,) * len(self.placements))
+        return self.numel_bounds[1]
+
+    @property
+    def is_chunked(self) -> bool:
+        """Every cut makes chunks, none sections or ragged shares."""
+        kinds = RaggedShard | SectionedShard | StridedShard
+        return not any(isinstance(placement, kinds) for placement in self.placements)
 
     def coordinate(self, coord: Coordinate | None = None) -> Coordinate:
         """`coord`, or this rank's coordinate on the DeviceMesh.
@@ -317,11 +380,7 @@ class Layout:
             raise ValueError(f"this rank is not in the mesh of {self}; pass a coordinate")
         return tuple(own)
 
-    # -- memoised: pure functions of an immutable value, kept with it ------------------------
-
-    @cached_property
-    def _memo(self) -> dict[Any, Any]:
-        return {}
+    # -- memoised ----------------------------------------------------------------------------
 
     @cached_property
     def _cutting_axes(self) -> tuple[int, ...]:
@@ -404,52 +463,6 @@ class Layout:
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return Layout, (self.mesh, self.placements, self.shape, self.grad_placements)
-
-
-def _check_count(what: str, placements: tuple[Placement, ...], mesh: AbstractMesh) -> None:
-    if len(placements) != mesh.ndim:
-        raise ValueError(
-            f"Layout: one of {what} is needed per mesh axis; the mesh {mesh} has {mesh.ndim} "
-            f"axes, found {len(placements)}: {describe(placements)}"
-        )
-
-
-def _normalized(placement: Placement, axis: str, ndim: int) -> Placement:
-    try:
-        return normalize_placement(placement, ndim)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"mesh axis {axis!r}: {error}") from None
-
-
-def _may_be_gradient(value: Placement, gradient: Placement) -> bool:
-    if is_replicate(value):
-        return is_replicate(gradient) or (
-            is_partial(gradient) and gradient.reduce_op in ("sum", "avg")
-        )
-    return gradient == default_grad_placement(value)
-
-
-def _check_reductions(placements: tuple[Placement, ...]) -> None:
-    found = {p.reduce_op for p in placements if is_partial(p)}
-    if len(found) > 1 and found != {"sum", "avg"}:
-        raise ValueError(
-            f"reductions {sorted(found)} on different mesh axes do not commute: "
-            f"{describe(placements)}; redistribute one of them to Replicate first"
-        )
-
-
-def _check_placement(placement: Placement, axis: str, size: int, shape: tuple[int, ...]) -> None:
-    if type(placement) is SectionedShard and sum(placement.sections) != shape[placement.dim]:
-        raise ValueError(
-            f"mesh axis {axis!r}: sections of {describe(placement)} sum to "
-            f"{sum(placement.sections)}, but dim {placement.dim} of shape {shape} has size "
-            f"{shape[placement.dim]}"
-        )
-    if type(placement) is RaggedShard and len(placement.local_units) != size:
-        raise ValueError(
-            f"mesh axis {axis!r}: {describe(placement)} gives shares to "
-            f"{len(placement.local_units)} coordinates, but the axis has {size}"
-        )
 
 
 def layout_of(tensor: Tensor) -> Layout | None:

@@ -148,9 +148,9 @@ class _Search:
     def _layout(self, state: State) -> Layout | None:
         """None where a mixture of source and target placements makes no layout."""
         if state not in self.layouts:
-            placements = [each[number] for each, number in zip(self.choices, state)]
+            placements = tuple([each[number] for each, number in zip(self.choices, state)])
             try:
-                made = Layout(self.source.abstract_mesh, placements, self.source.shape)
+                made = self.source._of_same_tensor(placements)
             except ValueError:
                 made = None
             self.layouts[state] = made
@@ -262,13 +262,11 @@ def _elements(kind: Kind, before: Layout, after: Layout, axis: int, size: int) -
 
 
 def _smallest(layout: Layout, axis: int) -> int:
-    """Elements of the smallest local tensor along an axis. Chunks get no larger with the index."""
-    placement = layout.placements[axis]
+    """Elements of the smallest local tensor along an axis, or of all where cuts are not chunks."""
+    if not layout.is_chunked:
+        return layout.numel_bounds[0]
     last = len(layout.abstract_mesh.sizes) * [0]
-    if type(placement) is RaggedShard:
-        last[axis] = placement.local_units.index(min(placement.local_units))
-    else:
-        last[axis] = layout.abstract_mesh.sizes[axis] - 1
+    last[axis] = layout.abstract_mesh.sizes[axis] - 1
     return layout.local_numel(tuple(last))
 
 

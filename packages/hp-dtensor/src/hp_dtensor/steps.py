@@ -16,7 +16,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from hp_dtensor.blocks import Block, common_blocks
+from hp_dtensor.blocks import Block, Positions, block_at, common_positions
 from hp_dtensor.cuts import Runs, length
 from hp_dtensor.layout import Coordinate, Layout
 from hp_dtensor.path import Kind, Move
@@ -114,7 +114,7 @@ class RankStep:
         """The new local tensor of a move that does not communicate."""
         if self.kind is Kind.KEEP and not self.keeps:
             return tensor.new_zeros(self.shape)
-        viewed = tensor.reshape(self.view)
+        viewed = tensor if tensor.shape == self.view else tensor.reshape(self.view)
         if self.kind is not Kind.PAD:
             return self.sends[0].take(viewed).reshape(self.shape).contiguous()
         padded = tensor.new_zeros(self.new_view)
@@ -189,6 +189,13 @@ class Step:
         if part is None:
             part = self._at[first] = _rank_step(self.move, first, self._shared)
         return part
+
+    def everyone(self) -> list[RankStep]:
+        """All ranks' parts, in rank order."""
+        parts = [self.at(coord) for coord in self.move.before.abstract_mesh.coordinates()]
+        # Nothing is left to work out. Replaced, not emptied: another thread may be working with it.
+        object.__setattr__(self, "_shared", _Shared())
+        return parts
 
     def __str__(self) -> str:
         return str(self.move)
@@ -278,7 +285,7 @@ def simulate_step(step: Step, locals_: list[Tensor]) -> list[Tensor]:
 
     move = step.move
     mesh = move.before.abstract_mesh
-    parts = [step.at(coord) for coord in mesh.coordinates()]
+    parts = step.everyone()
     if not move.kind.communicates:
         return [part.local(local) for part, local in zip(parts, locals_)]
     packed = [part.pack(local) for part, local in zip(parts, locals_)]
@@ -305,11 +312,15 @@ class _Shared:
     def __init__(self) -> None:
         self.numbers: dict[Held, int] = {}
         self.held: list[Held] = []
+        self.views: list[tuple[int, ...]] = []
         self.before: dict[Coordinate, int] = {}
         self.after: dict[Coordinate, int] = {}
-        self.common: dict[tuple[int, int], tuple[Block, Block]] = {}
+        self.lines: dict[tuple[bool, Coordinate], list[int]] = {}
+        self.common: dict[tuple[int, int], tuple[Positions, Positions]] = {}
+        self.made: dict[tuple[Positions, tuple[int, ...]], Block] = {}
         self.sent: dict[tuple[int, ...], tuple[Blocks, EvenCut | None]] = {}
         self.received: dict[tuple[int, ...], tuple[Blocks, EvenCut | None, bool]] = {}
+        self.parts: dict[tuple[object, ...], RankStep] = {}
 
     def number(
         self, layout: Layout, flat: int, coord: Coordinate, known: dict[Coordinate, int]
@@ -320,32 +331,34 @@ class _Shared:
             found = known[coord] = self.numbers.setdefault(held, len(self.held))
             if found == len(self.held):
                 self.held.append(held)
+                self.views.append(tuple([length(runs) for runs in held]))
         return found
 
-    def blocks(self, old: int, new: int) -> tuple[Block, Block]:
+    def block(self, old: int, new: int, of_new: bool) -> Block:
+        """What an old and a new part have in common, in one of the two."""
         pair = self.common.get((old, new))
         if pair is None:
-            pair = self.common[old, new] = common_blocks(self.held[old], self.held[new])
-        return pair
+            pair = self.common[old, new] = common_positions(self.held[old], self.held[new])
+        key = (pair[of_new], self.views[new if of_new else old])
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = block_at(*key)
+        return found
 
-    def sends(
-        self, old: int, to: Sequence[int], view: tuple[int, ...]
-    ) -> tuple[Blocks, EvenCut | None]:
+    def sends(self, old: int, to: Sequence[int]) -> tuple[Blocks, EvenCut | None]:
         key = (old, *to)
         found = self.sent.get(key)
         if found is None:
-            blocks = tuple([self.blocks(old, new)[0] for new in to])
+            blocks = tuple([self.block(old, new, False) for new in to])
             sizes = tuple([block.numel for block in blocks])
-            found = self.sent[key] = ((blocks, sizes), _even_cut(blocks, view))
+            found = self.sent[key] = ((blocks, sizes), _even_cut(blocks, self.views[old]))
         return found
 
-    def receives(
-        self, new: int, by: Sequence[int], view: tuple[int, ...]
-    ) -> tuple[Blocks, EvenCut | None, bool]:
+    def receives(self, new: int, by: Sequence[int]) -> tuple[Blocks, EvenCut | None, bool]:
         key = (new, *by)
         found = self.received.get(key)
         if found is None:
-            blocks = tuple([self.blocks(old, new)[1] for old in by])
+            blocks, view = tuple([self.block(old, new, True) for old in by]), self.views[new]
             sizes = tuple([block.numel for block in blocks])
             in_order = _in_order(blocks, view)
             found = self.received[key] = ((blocks, sizes), _even_cut(blocks, view), in_order)
@@ -362,25 +375,36 @@ def _rank_step(move: Move, coord: Coordinate, shared: _Shared) -> RankStep:
     def gets(coord: Coordinate) -> int:
         return shared.number(after, flat, coord, shared.after)
 
+    def line(holds: Callable[[Coordinate], int]) -> list[int]:
+        """What the ranks along the axis hold: the same for each of them."""
+        key = (holds is gets, (*coord[: move.axis], 0, *coord[move.axis + 1 :]))
+        found = shared.lines.get(key)
+        if found is None:
+            found = shared.lines[key] = [holds(peer) for peer in _peers(move, coord)]
+        return found
+
     old, new = had(coord), gets(coord)
     to: list[int] = []
     by: list[int] = []
     if not move.kind.communicates:
         to, by = [new], [old]
     elif move.kind is not Kind.ALL_REDUCE:
-        peers = _peers(move, coord)
         # A gather sends the same to every peer; every peer sends the whole of a reduced part.
-        to = [gets(peer) for peer in (peers[:1] if move.kind is Kind.ALL_GATHER else peers)]
-        by = [had(peer) for peer in (peers[:1] if move.kind is Kind.REDUCE_SCATTER else peers)]
-    view = tuple([length(runs) for runs in shared.held[old]])
-    new_view = tuple([length(runs) for runs in shared.held[new]])
-    (sends, send_sizes), even_sends = shared.sends(old, to, view)
-    (receives, receive_sizes), even_receives, in_order = shared.receives(new, by, new_view)
-    return RankStep(
+        first = _peers(move, coord)[0]
+        to = [gets(first)] if move.kind is Kind.ALL_GATHER else line(gets)
+        by = [had(first)] if move.kind is Kind.REDUCE_SCATTER else line(had)
+    shape, keeps = after.local_shape(coord), coord[move.axis] == 0
+    key = (old, new, *to, -1, *by, keeps, shape)
+    known = shared.parts.get(key)
+    if known is not None:
+        return known
+    (sends, send_sizes), even_sends = shared.sends(old, to)
+    (receives, receive_sizes), even_receives, in_order = shared.receives(new, by)
+    part = shared.parts[key] = RankStep(
         kind=move.kind,
-        view=view,
-        shape=after.local_shape(coord),
-        new_view=new_view,
+        view=shared.views[old],
+        shape=shape,
+        new_view=shared.views[new],
         sends=sends,
         receives=receives,
         send_sizes=send_sizes,
@@ -388,8 +412,9 @@ def _rank_step(move: Move, coord: Coordinate, shared: _Shared) -> RankStep:
         in_order=in_order,
         even_sends=even_sends,
         even_receives=even_receives,
-        keeps=coord[move.axis] == 0,
+        keeps=keeps,
     )
+    return part
 
 
 def _peers(move: Move, coord: Coordinate) -> list[Coordinate]:

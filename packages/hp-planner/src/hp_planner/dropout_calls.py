@@ -55,10 +55,11 @@ def _name(call: ast.Call) -> str:
 
 def _rate(call: ast.Call) -> str | float | None:
     given = {word.arg: word.value for word in call.keywords}
-    training = given.get("training", given.get("train", (call.args[2:3] or [None])[0]))
+    by_place = dict(enumerate(call.args))
+    training = given.get("training", given.get("train", by_place.get(2)))
     if isinstance(training, ast.Constant) and training.value is False:
         return None
-    rate = given.get("p", (call.args[1:2] or [None])[0])
+    rate = given.get("p", by_place.get(1))
     if rate is None:
         return DEFAULT_RATE
     if isinstance(rate, ast.Constant) and isinstance(rate.value, int | float):

@@ -13,15 +13,8 @@ import yaml
 
 from hp_planner.evidence import features
 from hp_planner.graph import ModuleGraph, ModuleNode
-from hp_planner.heads import (
-    FUSED_QKV,
-    OUTPUT,
-    QUERY,
-    Heads,
-    attention_heads,
-    child,
-    config_head_dim,
-)
+from hp_planner.heads import Heads, attention_heads, child, config_head_dim
+from hp_planner.layer_names import FUSED_QKV, OUTPUT, QUERY
 from hp_planner.order import PER_HEAD, Order
 
 

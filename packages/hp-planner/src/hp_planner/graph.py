@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from torch import nn
 
 from hp_dtensor.plan_checks import tied_names
@@ -24,6 +24,7 @@ from hp_planner.code_reading import (
 from hp_planner.data_flow import Feeds, feeds
 from hp_planner.dropout_calls import Call, called_rates, dropout_calls
 from hp_planner.order import Order
+from hp_planner.summand_code import summand_problem
 
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 MODULE_LIST = "torch.nn.modules.container.ModuleList"
@@ -226,7 +227,8 @@ class _Codes:
 
     def signature(self, cls: type) -> Signature:
         if cls not in self.signatures:
-            self.signatures[cls] = read_signature(cls)
+            problem = summand_problem(cls)
+            self.signatures[cls] = evolve(read_signature(cls), after_output=problem)
         return self.signatures[cls]
 
     def layer(self, cls: type) -> str:

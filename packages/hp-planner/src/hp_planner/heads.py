@@ -11,12 +11,7 @@ from attrs import frozen
 
 from hp_planner.evidence import features
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode, join
-
-QUERY = ("q_proj", "wq", "q_lin", "query", "Wq", "query_proj", "project_q")
-KEY = ("k_proj", "wk", "k_lin", "key", "Wk", "key_proj", "project_k")
-VALUE = ("v_proj", "wv", "v_lin", "value", "Wv", "value_proj", "project_v")
-FUSED_QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "kv_proj")
-OUTPUT = ("o_proj", "wo", "out_lin", "out_proj", "dense", "c_proj", "Wo", "attention_out")
+from hp_planner.layer_names import KEY, OUTPUT, QUERY, VALUE
 
 
 @frozen

@@ -6,7 +6,8 @@ from attrs import frozen
 
 from hp_planner.evidence import features
 from hp_planner.graph import ModuleGraph, join
-from hp_planner.heads import OUTPUT, QUERY, child
+from hp_planner.heads import child
+from hp_planner.layer_names import OUTPUT, QUERY
 
 
 @frozen

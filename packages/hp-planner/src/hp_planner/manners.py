@@ -24,9 +24,20 @@ from hp_planner.code_names import (
 from hp_planner.evidence import features
 from hp_planner.fused import heads_of, order_of
 from hp_planner.graph import ModuleGraph, ModuleNode, is_inside, join
-from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE, Heads, child
+from hp_planner.heads import Heads, child
 from hp_planner.latent import latent_heads
-from hp_planner.layer_names import DOWN, FUSED_GATE_UP, GATE, SHARED_EXPERT, UP
+from hp_planner.layer_names import (
+    DOWN,
+    FUSED_GATE_UP,
+    FUSED_QKV,
+    GATE,
+    KEY,
+    OUTPUT,
+    QUERY,
+    SHARED_EXPERT,
+    UP,
+    VALUE,
+)
 from hp_planner.proofs import expert_biases, fused_experts, section_order, spans_all_heads
 from hp_planner.roles import Role, RoleAssignment
 
@@ -126,7 +137,11 @@ def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Rol
         problem = _parts_problem(graph, node, dense)
         if problem:
             return problem
-    return _code_problem(node, known, ATTENTION_ARGUMENTS) or size_problem(node)
+    return (
+        _code_problem(node, known, ATTENTION_ARGUMENTS)
+        or size_problem(node)
+        or node.forward.after_output
+    )
 
 
 def _parts_problem(graph: ModuleGraph, node: ModuleNode, heads: Heads) -> str:
@@ -202,7 +217,9 @@ def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
         return "the order of gate and up inside the fused weight cannot be known"
     known = MLP_NAMES | ({"chunk"} if fused is not None else frozenset())
     known |= node.stated.known if node.stated is not None else frozenset()
-    return _code_problem(node, known, frozenset()) or size_problem(node)
+    return (
+        _code_problem(node, known, frozenset()) or size_problem(node) or node.forward.after_output
+    )
 
 
 def _mlp_part(node: ModuleNode | None) -> bool:

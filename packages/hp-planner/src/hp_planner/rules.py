@@ -31,13 +31,17 @@ from hp_planner.evidence import (
 )
 from hp_planner.fused import order_of
 from hp_planner.graph import ModuleGraph, ModuleNode, ParameterNode
-from hp_planner.heads import FUSED_QKV, KEY, OUTPUT, QUERY, VALUE
 from hp_planner.layer_names import (
     DOWN,
     FUSED_GATE_UP,
+    FUSED_QKV,
     GATE,
+    KEY,
+    OUTPUT,
+    QUERY,
     ROUTER,
     UP,
+    VALUE,
 )
 from hp_planner.proofs import expert_shapes, is_head_norm, mlp_shapes
 from hp_planner.roles import NO_TEMPLATE, Role, RoleAssignment

@@ -14,7 +14,8 @@ from attrs import evolve
 from hp_dtensor.plan import BoundarySpec, BoundaryTensor, Contract, Region, RegionKind
 from hp_planner.evidence import is_transposed
 from hp_planner.graph import ModuleGraph
-from hp_planner.heads import FUSED_QKV, KEY, VALUE, Heads, child
+from hp_planner.heads import Heads, child
+from hp_planner.layer_names import FUSED_QKV, KEY, VALUE
 from hp_planner.roles import Role, RoleAssignment
 
 SHARED_HEADS = "hp_integration.regions:shared_heads"

@@ -18,8 +18,8 @@ from hp_planner.errors import PlanError
 from hp_planner.folding import fold
 from hp_planner.fused import refinements
 from hp_planner.graph import ModuleGraph, parent
-from hp_planner.heads import FUSED_QKV, QUERY, child
-from hp_planner.layer_names import FUSED_GATE_UP
+from hp_planner.heads import child
+from hp_planner.layer_names import FUSED_GATE_UP, FUSED_QKV, QUERY
 from hp_planner.manners import Manner
 from hp_planner.order import (
     GATE_UP_ORDERS,

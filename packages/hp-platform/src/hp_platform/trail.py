@@ -99,9 +99,11 @@ _made: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
 
 
 def trail_of(axis: MeshAxis) -> Trail | None:
-    """The trail of the axis's group; None where nothing is sent, as on a fake group."""
+    """The trail of the axis's group; None where nothing is sent: on fake and simulated groups."""
     group = axis.process_group
     if not isinstance(group, dist.ProcessGroup) or axis.backend in ("", "fake"):
+        return None
+    if not _is_registered(group):
         return None
     trail = _trails.get(group)
     if trail is None:
@@ -109,6 +111,14 @@ def trail_of(axis: MeshAxis) -> Trail | None:
         _made[key] += 1
         trail = _trails.setdefault(group, Trail(axis, _made[key]))
     return trail
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed made it: others, as the simulator's, have no name to count by."""
+    try:
+        return bool(group.group_name)
+    except RuntimeError:
+        return False
 
 
 def trails() -> list[Trail]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from attrs import evolve
 from torch import Tensor
 
 from hp_dtensor.layout import Layout
@@ -43,6 +44,17 @@ def _cat(call: Call) -> Recipe:
     ndim = max(len(tensor.shape) for tensor in tensors)
     given = call.get("dim", call.get("axis"))
     (dim,) = (0,) if given is None else _dims(call, given, ndim)
+    # PyTorch joins a tensor of shape (0,) to any other: caches begin with one.
+    void = [ndim > 1 and tuple(tensor.shape) == (0,) for tensor in tensors]
+    if not any(void):
+        return _cat_equal(call, tensors, dim)
+    recipe = _cat_equal(call, [t for t, empty in zip(tensors, void) if not empty], dim)
+    rest = iter(recipe.operands or ())
+    return evolve(recipe, operands=tuple(None if empty else next(rest) for empty in void))
+
+
+def _cat_equal(call: Call, tensors: Sequence[Operand], dim: int) -> Recipe:
+    ndim = max(len(tensor.shape) for tensor in tensors)
     if any(len(tensor.shape) != ndim for tensor in tensors):
         raise call.error("tensors joined must have equally many dims", "unsqueeze the others")
     cut = {axis for tensor in tensors for axis in cutting_axes(tensor.layout, dim)}

@@ -23,8 +23,7 @@ from hp_planner.axis_specs import enclosing, is_whole, on_axis, replaced
 from hp_planner.boundaries import Boundary
 from hp_planner.data_flow import UNKNOWN
 from hp_planner.graph import ModuleNode, parent
-from hp_planner.heads import OUTPUT
-from hp_planner.layer_names import DOWN
+from hp_planner.layer_names import DOWN, OUTPUT
 from hp_planner.manners import Manner
 from hp_planner.settings import TENSOR_AXIS
 from hp_planner.templates.context import Context

@@ -43,11 +43,6 @@ class Simulator:
             raise CollectiveError(f"a mesh needs positive axis sizes, got {mesh_shape}")
         self.mesh_shape = tuple(mesh_shape)
         self.world_size = math.prod(self.mesh_shape)
-        ranks = torch.arange(self.world_size).view(self.mesh_shape)
-        self._groups = tuple(
-            tuple(tuple(line) for line in ranks.movedim(axis, -1).reshape(-1, size).tolist())
-            for axis, size in enumerate(self.mesh_shape)
-        )
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """The coordinate of `rank` on every axis."""
@@ -61,7 +56,13 @@ class Simulator:
         """The groups of ranks along `axis`, each in coordinate order."""
         if not -len(self.mesh_shape) <= axis < len(self.mesh_shape):
             raise CollectiveError(f"mesh {self.mesh_shape} has no axis {axis}")
-        return self._groups[axis]
+        size, stride = self.mesh_shape[axis], math.prod(self.mesh_shape[axis:][1:])
+        span = size * stride
+        return tuple(
+            tuple(range(first, first + span, stride))
+            for start in range(0, self.world_size, span)
+            for first in range(start, start + stride)
+        )
 
     def peers(self, rank: int, axis: int) -> tuple[int, ...]:
         """The ranks of the group along `axis` that `rank` belongs to, in coordinate order."""
@@ -85,8 +86,7 @@ class Simulator:
                 raise CollectiveError(
                     f"all_gather: ranks {group} hold {found} rows, sizes says {expected}"
                 )
-            for rank in group:
-                results[rank] = torch.cat(locals_)
+            _give(results, group, torch.cat(locals_))
         return results
 
     def reduce_scatter(
@@ -105,8 +105,10 @@ class Simulator:
                 else self._sizes("reduce_scatter", sizes, group, len(group))
             )
             _check_sum("reduce_scatter", group, shares, total)
-            for rank, piece in zip(group, total.split(shares)):
-                results[rank] = piece.clone()
+            # torch declares the result to be None, which holds with `out` alone.
+            pieces: Sequence[Tensor] = torch.split_with_sizes_copy(total, shares)  # type: ignore[assignment, func-returns-value]
+            for rank, piece in zip(group, pieces):
+                results[rank] = piece
         return results
 
     def all_reduce(self, tensors: Sequence[Tensor], axis: int, op: str = "sum") -> list[Tensor]:
@@ -114,9 +116,7 @@ class Simulator:
         self._check("all_reduce", tensors)
         results = list(tensors)
         for group in self.groups(axis):
-            total = _reduced([tensors[rank] for rank in group], op)
-            for rank in group:
-                results[rank] = total.clone()
+            _give(results, group, _reduced([tensors[rank] for rank in group], op))
         return results
 
     def broadcast(self, tensors: Sequence[Tensor], axis: int, source: int) -> list[Tensor]:
@@ -159,7 +159,7 @@ class Simulator:
                     else self._sizes("all_to_all", input_sizes, (rank,), len(group))
                 )
                 _check_sum("all_to_all", (rank,), sent, tensors[rank])
-                blocks.append(tensors[rank].split(sent))
+                blocks.append(torch.split_with_sizes(tensors[rank], sent))
             for coordinate, rank in enumerate(group):
                 parts = [sender[coordinate] for sender in blocks]
                 found = [part.shape[0] for part in parts]
@@ -186,9 +186,9 @@ class Simulator:
     ) -> list[int]:
         """The shares that `ranks` agree on, one for each of `length` coordinates."""
         rows = [_row_of(sizes, rank) for rank in ranks]
-        if any(row != rows[0] for row in rows):
+        if rows.count(rows[0]) != len(rows):
             raise CollectiveError(f"{operation}: ranks {ranks} disagree about sizes: {rows}")
-        if len(rows[0]) != length or any(size < 0 for size in rows[0]):
+        if len(rows[0]) != length or min(rows[0]) < 0:
             raise CollectiveError(
                 f"{operation}: sizes {rows[0]} of ranks {ranks} must be {length} non-negative "
                 "numbers of rows"
@@ -199,7 +199,19 @@ class Simulator:
 def _row_of(sizes: Sizes, rank: int) -> list[int]:
     own = sizes[rank] if not isinstance(sizes[0], int) else sizes
     assert not isinstance(own, int)
-    return [int(size) for size in own]  # type: ignore[arg-type]
+    return list(map(int, own))  # type: ignore[arg-type]
+
+
+def _give(results: list[Tensor], group: tuple[int, ...], value: Tensor) -> None:
+    """A copy of `value`, which nobody else has, for every rank of the group."""
+    if len(group) == 1:
+        results[group[0]] = value
+        return
+    # torch declares the result to be None, which holds with `out` alone.
+    everyone = value.expand(len(group), *value.shape)
+    copies: Sequence[Tensor] = torch.unbind_copy(everyone)  # type: ignore[assignment, func-returns-value]
+    for rank, copy in zip(group, copies):
+        results[rank] = copy
 
 
 def _equal(tensor: Tensor, group: tuple[int, ...]) -> list[int]:
