@@ -37,8 +37,6 @@ class Signature:
         own: attributes it reads of the module, dotted where it goes on: `num_heads`,
             `config.num_heads`.
         returns_tuple: it returns a tuple display, as `return output, weights` does.
-        after_output: why what it does with its output layer's result may not be done to a rank's
-            summand of it; see `summand_code`.
     """
 
     owner: str
@@ -46,7 +44,6 @@ class Signature:
     names: frozenset[str] = frozenset()
     own: frozenset[str] = frozenset()
     returns_tuple: bool = False
-    after_output: str = ""
 
 
 @frozen

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attrs import evolve, field, frozen
+from attrs import field, frozen
 from torch import nn
 
 from hp_dtensor.plan_checks import tied_names
@@ -24,7 +24,7 @@ from hp_planner.code_reading import (
 from hp_planner.data_flow import Feeds, feeds
 from hp_planner.dropout_calls import Call, called_rates, dropout_calls
 from hp_planner.order import Order
-from hp_planner.summand_code import summand_problem
+from hp_planner.summand_code import SummandCode, summand_code
 
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 MODULE_LIST = "torch.nn.modules.container.ModuleList"
@@ -69,6 +69,7 @@ class ModuleNode:
         stated: the order of its fused weight, where an override states it.
         rates: dropout rates above zero that it holds: `p` of a dropout module, others by name.
         feeds: for each part that its forward calls, the parts in what that is called with.
+        summand: what its forward does with what its output layer returns.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModuleNode:
     stated: Order | None = None
     rates: tuple[tuple[str, float], ...] = ()
     feeds: Feeds = ()
+    summand: SummandCode = field(factory=SummandCode)
 
     def attribute(self, *names: str) -> int | None:
         """The first integer attribute of these names, or None."""
@@ -214,6 +216,7 @@ class _Codes:
     streams: dict[tuple[type, str], StreamCode] = field(factory=dict)
     flows: dict[type, Feeds] = field(factory=dict)
     drops: dict[type, tuple[Call, ...]] = field(factory=dict)
+    summands: dict[type, SummandCode] = field(factory=dict)
 
     def feeds(self, cls: type) -> Feeds:
         if cls not in self.flows:
@@ -227,9 +230,13 @@ class _Codes:
 
     def signature(self, cls: type) -> Signature:
         if cls not in self.signatures:
-            problem = summand_problem(cls)
-            self.signatures[cls] = evolve(read_signature(cls), after_output=problem)
+            self.signatures[cls] = read_signature(cls)
         return self.signatures[cls]
+
+    def summand(self, cls: type) -> SummandCode:
+        if cls not in self.summands:
+            self.summands[cls] = summand_code(cls)
+        return self.summands[cls]
 
     def layer(self, cls: type) -> str:
         if cls not in self.layers:
@@ -250,6 +257,7 @@ def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleN
         class_name=cls.__name__,
         bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__),
         forward=codes.signature(cls),
+        summand=codes.summand(cls),
         training=module.training,
         streams=tuple((key, codes.stream(cls, key)) for key in lists),
         as_layer=codes.layer(cls) if in_list and module._modules else None,

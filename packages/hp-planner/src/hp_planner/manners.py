@@ -74,6 +74,7 @@ ELEMENTWISE_MODULES = (
     "torch.nn.modules.linear.Identity",
     "transformers.activations.",
 )
+_LINEAR_MODULES = ("torch.nn.modules.dropout.", "torch.nn.modules.linear.Identity")
 ACROSS_FEATURES = ("Softmax", "LogSoftmax", "Softmin", "Softmax2d", "GLU", "MultiheadAttention")
 
 
@@ -140,7 +141,7 @@ def attention_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Rol
     return (
         _code_problem(node, known, ATTENTION_ARGUMENTS)
         or size_problem(node)
-        or node.forward.after_output
+        or summand_problem(graph, node)
     )
 
 
@@ -207,6 +208,17 @@ def size_problem(node: ModuleNode) -> str:
     return f"its forward reads {', '.join(ambiguous)} of something else" if ambiguous else ""
 
 
+def summand_problem(graph: ModuleGraph, node: ModuleNode) -> str:
+    """Why the sum of what its output layer returns may not be left to the end of a block."""
+    if node.summand.problem:
+        return node.summand.problem
+    for part in node.summand.parts:
+        inner = graph.find(join(node.name, part))
+        if inner is None or not inner.bases[0].startswith(_LINEAR_MODULES):
+            return f"its forward hands its output layer's sum to {part}"
+    return ""
+
+
 def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     """Why an MLP's inner features may not be split; empty if they may."""
     extra = [name.rpartition(".")[2] for name in node.children if not _mlp_part(graph.find(name))]
@@ -218,7 +230,9 @@ def mlp_code_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     known = MLP_NAMES | ({"chunk"} if fused is not None else frozenset())
     known |= node.stated.known if node.stated is not None else frozenset()
     return (
-        _code_problem(node, known, frozenset()) or size_problem(node) or node.forward.after_output
+        _code_problem(node, known, frozenset())
+        or size_problem(node)
+        or summand_problem(graph, node)
     )
 
 

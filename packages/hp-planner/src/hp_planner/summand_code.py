@@ -10,6 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from attrs import frozen
+
 from hp_planner.code_reading import forward_tree, own_attribute
 from hp_planner.layer_names import DOWN, OUTPUT
 
@@ -22,19 +24,30 @@ _QUESTIONS = frozenset({"isinstance", "hasattr", "getattr", "len", "size", "dim"
 _FACTS = frozenset({"shape", "dtype", "device", "ndim", "is_cuda"})
 
 
-def summand_problem(cls: type) -> str:
-    """Why the forward of `cls` may not go on with a summand; empty if it may.
+@frozen
+class SummandCode:
+    """What a forward does with a summand.
 
-    Followed are the forward's own variables, statement by statement. What methods of the module do
-    with a summand handed to them is not known, so that handing one over is a problem. Empty where
-    there is no source, and where the forward itself calls no output layer.
+    Attributes:
+        problem: the first thing that is not linear; empty if there is none.
+        parts: the module's own parts that it is handed to, with which it goes on.
+    """
+
+    problem: str = ""
+    parts: tuple[str, ...] = ()
+
+
+def summand_code(cls: type) -> SummandCode:
+    """Reads the forward of `cls`, its own variables, statement by statement.
+
+    Nothing is found where there is no source, and where the forward itself calls no output layer.
     """
     tree = forward_tree(cls)
     if tree is None:
-        return ""
+        return SummandCode()
     reading = _Reading()
     reading.follow(tree.body)
-    return reading.problem
+    return SummandCode(reading.problem, tuple(dict.fromkeys(reading.parts)))
 
 
 class _Reading:
@@ -42,6 +55,7 @@ class _Reading:
 
     def __init__(self) -> None:
         self.problem = ""
+        self.parts: list[str] = []
         self._summands: set[str] = set()
 
     def follow(self, statements: Iterable[ast.stmt]) -> None:
@@ -131,7 +145,9 @@ class _Reading:
             holds |= not whole
         if not holds or name in _QUESTIONS:
             return False
-        if name not in _LINEAR_CALLS and not (part and "drop" in part):
+        if part:
+            self.parts.append(part)
+        elif name not in _LINEAR_CALLS:
             self._not_linear(call)
         return True
 
