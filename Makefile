@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := packages/hp-platform packages/hp-dtensor packages/hp-planner packages/hp-fsdp packages/hp-muon integration
 EDITABLE := $(foreach package,$(PACKAGES),-e $(package))
+# Test processes at once; each may start a group of ranks beside itself.
+JOBS ?= 2
 # Ranks compute with one thread each; more would only fight over the same cores.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
@@ -35,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/torchrun --standalone --nproc-per-node=4 -m hp_integration.train --mesh dp_shard=2,tp=2 --out runs/demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 # The long runs: the catalogue of model families, whole training runs, wheels of torch_npu.
 test-slow: $(STAMP)

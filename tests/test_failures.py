@@ -42,11 +42,13 @@ def test_a_killed_rank_ends_the_run_and_the_others_say_what_they_waited_for(
     wait_for_step(run, 2)
     os.kill(rank_process(run, 1), signal.SIGKILL)
     assert run.wait(timeout=30) != 0
-    # The survivor's own report: where it was, and in which collective of whom.
-    assert re.search(r"rank 0 on \S+ stopped in hp-train, training step \d+", run.output), (
-        run.output
-    )
-    assert re.search(r"lost its peers while waiting in \w+ on axis dp_shard", run.output)
+    # The survivor's own report: where it was, and in which collective of whom. Which it hears of
+    # first, the lost connection or torchrun's signal, is not ours to say.
+    assert re.search(
+        r"rank 0 on \S+ stopped( by its launcher \(SIGTERM\))? in hp-train, training step \d+",
+        run.output.replace(": stopped", " stopped"),
+    ), run.output
+    assert re.search(r"waiting in \w+ on axis dp_shard", run.output)
     assert re.search(r"rank +: 1 .*\n +exitcode +: -9", run.output)  # torchrun names the killed one
 
 
