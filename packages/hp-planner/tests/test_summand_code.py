@@ -29,7 +29,7 @@ class Linear(Mlp):
         h = self.dropout(self.down_proj(h))
         h = F.dropout(h, p=0.0).view(h.shape) * self.scale / 3
         if self.training:
-            return h, x + 1
+            return [h] + [x + 1]  # noqa: RUF005  as models have it
         return (h + h.to(x.dtype)).contiguous()
 
 

@@ -155,7 +155,7 @@ class _Reading:
         left, right = self.is_summand(value.left), self.is_summand(value.right)
         if not (left or right):
             return False
-        joins = any(isinstance(side, ast.Tuple) for side in (value.left, value.right))
+        joins = any(isinstance(side, ast.Tuple | ast.List) for side in (value.left, value.right))
         match value.op:
             case ast.Add() | ast.Sub():
                 linear = (left and right) or joins
