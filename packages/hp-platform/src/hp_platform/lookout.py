@@ -3,7 +3,7 @@
 Ranks that run different modules issue different collectives: they wait for one another until the
 backend gives up, or exchange the wrong data where the sizes happen to be equal. A thread of every
 rank publishes the end of its trails in the store, compares it with the next rank's, and where
-they differ names unit, parameters and ranks. The working thread pays nothing for it.
+they differ names unit, parameters and ranks. The working thread only notes what it issues.
 """
 
 from __future__ import annotations
