@@ -12,15 +12,18 @@ import pytest
 import torch
 
 from hp_platform import (
+    AgreementError,
     MeshAxis,
     Origin,
     RankFailure,
     all_reduce,
+    failures,
     reported_failures,
     reported_stop,
     watch,
 )
 from hp_platform.handle import issue
+from hp_platform.store import default_store
 from hp_platform.testing import ranks, run_ranks
 
 LAYER = Origin("hp_fsdp", "layers.3", "backward")
@@ -30,15 +33,25 @@ class NeverDone:
     """A backend's work that ends by no failure of anybody's."""
 
     def wait(self):
-        threading.Event().wait(100)
+        default_store().set("waiting", "")
+        time.sleep(100)
 
 
-def reports(tmp_path, body, world_size=2):
-    """What every rank writes to standard error under `reported_failures`."""
+def reports(tmp_path, body, world_size=2, grace=100.0):
+    """What every rank writes to standard error under `reported_failures`.
+
+    Args:
+        grace: seconds that the watch leaves the working thread, which tells more; by default
+            more than that can take.
+    """
 
     def run(rank):
         with open(tmp_path / f"rank{rank}", "wb") as file:
             os.dup2(file.fileno(), 2)
+        watch._GRACE = grace
+        # A rank that ends while another one still connects would fail that one's start.
+        default_store().set(f"started {rank}", "")
+        default_store().wait([f"started {other}" for other in range(world_size)])
         with reported_failures("training") as activity:
             body(rank, activity)
 
@@ -126,6 +139,8 @@ def test_the_handler_of_stops_is_gone_afterwards_and_leaves_others_alone():
     with reported_failures("training") as activity:
         with reported_stop(activity):
             assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            with failures._ending:  # in the middle of a report, which is to be finished
+                os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
@@ -133,6 +148,14 @@ def test_the_handler_of_stops_is_gone_afterwards_and_leaves_others_alone():
                 assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_ranks_that_disagree_have_not_lost_a_peer():
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+    errors = ValueError("wrapped"), AgreementError("ranks issue different collectives")
+    for error in errors:
+        error.__cause__ = lost
+    assert [failures.peer_error_behind(error) for error in (lost, *errors)] == [lost, lost, None]
 
 
 def test_success_and_a_chosen_exit_pass_through():
@@ -151,13 +174,12 @@ def test_a_rank_is_stopped_whose_backend_does_not_notice_that_a_peer_failed(tmp_
         axis = MeshAxis.of_group(name="dp_shard")
         activity.phase = "step 3"
         if rank == 1:
+            default_store().wait(["waiting"])
             raise ValueError("the planted fault")
         tensor = torch.ones(3)
         issue("all_reduce", axis, LAYER, lambda: [NeverDone()], tensor, 12, (tensor,)).wait()
 
-    start = time.monotonic()
-    (peer, failed), _ = reports(tmp_path, body)
-    assert time.monotonic() - start < 60
+    (peer, failed), _ = reports(tmp_path, body, grace=0.1)
     assert "failed in training, step 3: ValueError: the planted fault" in failed
     assert "stopped in training, step 3, waiting in all_reduce on axis dp_shard" in peer
     assert "(ranks [0, 1]), asked by hp_fsdp layers.3 backward" in peer
@@ -170,16 +192,18 @@ def test_a_rank_is_stopped_whose_backend_does_not_notice_that_a_peer_failed(tmp_
 def test_a_rank_that_only_computes_is_stopped_and_says_where_it_was(tmp_path):
     def body(rank, activity):
         if rank == 1:
+            default_store().wait(["computing"])
             raise ValueError("the planted fault")
         computes_for_long()
 
-    (peer, _), _ = reports(tmp_path, body)
+    (peer, _), _ = reports(tmp_path, body, grace=0.1)
     assert "in computes_for_long" in peer
     assert "test_failures.py:" in peer
     assert "the first failure was: rank 1 on " in peer
 
 
 def computes_for_long():
+    default_store().set("computing", "")
     end = time.monotonic() + 100
     while time.monotonic() < end:
         time.sleep(0.01)
@@ -191,12 +215,10 @@ def test_a_rank_that_its_launcher_stops_names_the_first_failure_and_its_wait(tmp
         axis = MeshAxis.of_group(name="dp")
         if rank == 1:
             raise ValueError("the planted fault")
-        watch._GRACE = 100.0  # the launcher comes before the watch
+        default_store().wait([watch.FIRST_FAILURE.key])
         with reported_stop(activity):
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-            work = NeverDone()
-            work.wait = lambda: time.sleep(100)
-            tensor = torch.ones(3)
+            work, tensor = NeverDone(), torch.ones(3)
+            work.wait = lambda: (os.kill(os.getpid(), signal.SIGTERM), time.sleep(100))
             issue("all_gather", axis, LAYER, lambda: [work], tensor, 12, (tensor,)).wait()
 
     (peer, _), failure = reports(tmp_path, body)
@@ -205,14 +227,17 @@ def test_a_rank_that_its_launcher_stops_names_the_first_failure_and_its_wait(tmp
     assert "exit code 143" in failure.reports[0]
 
 
+def watches():
+    return [thread for thread in threading.enumerate() if isinstance(thread, watch.Watch)]
+
+
 def test_the_watch_ends_with_the_block():
-    before = threading.active_count()
     with reported_failures("training"):
-        assert threading.active_count() == before + 1
-    assert threading.active_count() == before
+        assert len(watches()) == 1
+    assert watches() == []
     with pytest.raises(SystemExit), reported_failures("training"):
         raise SystemExit(4)
-    assert threading.active_count() == before
+    assert watches() == []
 
 
 def orphan(environment, log):

@@ -14,9 +14,36 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from hp_platform import MeshAxis, Origin, PeerError, RankFailure, all_reduce, barrier
+from hp_platform.handle import Handle
+from hp_platform.store import default_store
 from hp_platform.testing import ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
+
+
+def all_have_started():
+    """Returns once no rank connects any more: one that is gone would fail the others' start."""
+    default_store().set(f"started {dist.get_rank()}", "")
+    default_store().wait([f"started {rank}" for rank in range(dist.get_world_size())])
+
+
+def hears_of(monkeypatch, rank, first=None):
+    """Makes the runner listen until that rank has told what the first failure did to it.
+
+    Args:
+        first: file that is made when the first failure is known.
+    """
+
+    def listen(selector):
+        if first is not None:
+            first.touch()
+        while any(key.data.rank == rank for key in selector.get_map().values()):
+            for key, _ in selector.select():
+                ranks._read(key.data)
+                if key.data.settled:
+                    selector.unregister(key.fileobj)
+
+    monkeypatch.setattr(ranks, "_collect_grace", listen)
 
 
 def test_results_come_back_in_rank_order_and_the_body_may_be_a_closure():
@@ -71,19 +98,20 @@ def test_it_works_after_the_parent_has_computed_with_threads():
 
 
 def test_an_exception_stops_the_others_and_shows_every_traceback(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE", 3.0)
+    hears_of(monkeypatch, 0)
 
     def body(rank):
+        all_have_started()
         if rank == 1:
+            default_store().wait(["asleep"])
             raise KeyError("the planted fault")
         if rank == 2:
-            time.sleep(100)
+            default_store().set("asleep", "")
+            time.sleep(1000)
         barrier(MeshAxis.of_group())
 
-    start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
-        run_ranks(body, 3)
-    assert time.monotonic() - start < 60
+        run_ranks(body, 3, timeout=200)
     failure = caught.value
     assert failure.failed[0] == 1
     assert isinstance(failure.__cause__, KeyError)
@@ -118,14 +146,13 @@ def test_a_result_that_cannot_be_pickled_is_a_failure():
 
 def test_a_killed_rank_is_named_with_its_signal():
     def body(rank):
+        all_have_started()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         barrier(MeshAxis.of_group())
 
-    start = time.monotonic()
     with pytest.raises(RankFailure, match=r"^rank 1 of 2 failed") as caught:
         run_ranks(body, 2)
-    assert time.monotonic() - start < 60
     assert "was killed by signal SIGKILL" in caught.value.reports[1]
 
 
@@ -136,18 +163,32 @@ def test_a_rank_that_ends_its_process_is_a_failure():
         run_ranks(lambda: sys.exit(0), 1)
 
 
-def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck():
+def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck(monkeypatch):
+    class Work:
+        def wait(self):
+            default_store().set("stuck 0", "")
+            time.sleep(1000)
+
     def waits_for_ever(rank):
         if rank == 0:
-            asked_by = Origin("hp_fsdp", "layers.3", "backward")
-            all_reduce(torch.ones(1), MeshAxis.of_group(name="dp"), origin=asked_by).wait()
+            origin = Origin("hp_fsdp", "layers.3", "backward")
+            axis = MeshAxis.of_group(name="dp")
+            Handle(None, [Work()], "all_reduce", axis, origin).wait()
         if rank == 1:
-            time.sleep(100)
+            default_store().set("stuck 1", "")
+            time.sleep(1000)
+        default_store().wait(["stuck 0", "stuck 1"])  # until then the third has not finished
 
-    start = time.monotonic()
-    with pytest.raises(RankFailure, match=r"rank 0, 1 of 3 did not finish within 4 s") as caught:
-        run_ranks(waits_for_ever, 3, timeout=4)
-    assert time.monotonic() - start < 60
+    def collect(started, deadline, collect=ranks._collect):
+        # The time is up when both are where they get stuck, however long that takes here.
+        while not started[2].settled:
+            ranks._read(started[2])
+            time.sleep(0.02)
+        return collect(started, time.monotonic() + 0.2)
+
+    monkeypatch.setattr(ranks, "_collect", collect)
+    with pytest.raises(RankFailure, match=r"rank 0, 1 of 3 did not finish within 90 s") as caught:
+        run_ranks(waits_for_ever, 3, timeout=90)
     stuck, asleep = caught.value.reports[0], caught.value.reports[1]
     assert "in wait" in stuck
     shown = "waiting in all_reduce on axis dp (ranks [0, 1, 2]), asked by hp_fsdp layers.3 backward"
@@ -158,27 +199,29 @@ def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck():
 
 def test_a_rank_is_missed_at_once_though_a_process_of_its_own_holds_its_pipe():
     def body(rank):
+        all_have_started()
         if rank == 1:
             if os.fork() == 0:
                 time.sleep(100)
                 os._exit(0)
             os._exit(3)
-        time.sleep(100)
+        time.sleep(1000)
 
-    start = time.monotonic()
     with pytest.raises(RankFailure, match="ended with exit code 3 without reporting") as caught:
         run_ranks(body, 2, timeout=90)
-    assert time.monotonic() - start < 60
-    assert caught.value.failed == (1,)
+    assert caught.value.failed == (1,)  # both, had it been missed at the deadline only
 
 
-def test_a_peer_that_is_heard_of_first_is_not_taken_for_the_rank_that_failed(monkeypatch):
-    monkeypatch.setattr(ranks, "_GRACE", 20.0)
+def test_a_peer_that_is_heard_of_first_is_not_taken_for_the_rank_that_failed(monkeypatch, tmp_path):
+    heard = tmp_path / "heard"
+    hears_of(monkeypatch, 1, heard)
 
     def body(rank):
+        all_have_started()
         if rank == 0:
             raise PeerError("lost rank 1")
-        time.sleep(0.3)
+        while not heard.exists():
+            time.sleep(0.02)
         os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankFailure, match=r"^rank 1 of 2 failed") as caught:

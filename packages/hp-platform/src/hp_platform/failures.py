@@ -23,7 +23,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from hp_platform.errors import PeerError
+from hp_platform.errors import AgreementError, PeerError
 from hp_platform.store import default_store
 from hp_platform.waiting import doing, doing_in
 from hp_platform.watch import FIRST_FAILURE, Watch
@@ -106,6 +106,8 @@ def reported_stop(activity: Activity) -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked helper has inherited the handler, not the report
             os._exit(128 + number)
+        if _ending.locked():  # this thread may be the one that has begun to report
+            return
         where = f", {doing_in(frame)}" if frame is not None else ""
         report = f"{_who()}: stopped by its launcher (SIGTERM) in {activity}{where}"
         _end(f"{report}\n{_first_failure()}".rstrip(), 128 + number)
@@ -126,10 +128,11 @@ def peer_error_behind(error: BaseException | None) -> BaseException | None:
     """The peer's failure that `error` is or was caused by.
 
     Collectives that PyTorch makes by itself, such as those of distributed checkpoints, raise the
-    backend's plain RuntimeError; gloo has no type for it, only these words.
+    backend's plain RuntimeError; gloo has no type for it, only these words. Ranks that do not
+    agree close their connections, but then it is not the peer that failed.
     """
     while error is not None and not _lost_a_peer(error):
-        error = error.__cause__
+        error = None if isinstance(error, AgreementError) else error.__cause__
     return error
 
 
@@ -146,7 +149,7 @@ def _publish(account: str) -> None:
         return
     # Whatever goes wrong here must not hide the failure that is being reported.
     with contextlib.suppress(Exception):
-        default_store().compare_set(FIRST_FAILURE, "", account)
+        FIRST_FAILURE.leave(default_store(), account)
 
 
 def _first_failure() -> str:
@@ -156,9 +159,9 @@ def _first_failure() -> str:
     """
     if dist.is_initialized():
         with contextlib.suppress(Exception):
-            store = default_store()
-            if store.check([FIRST_FAILURE]):
-                return f"the first failure was: {store.get(FIRST_FAILURE).decode()}"
+            account = FIRST_FAILURE.find(default_store())
+            if account is not None:
+                return f"the first failure was: {account}"
     return ""
 
 

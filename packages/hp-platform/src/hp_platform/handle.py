@@ -200,8 +200,8 @@ def issue(
     Raises:
         AgreementError: ranks are known to issue different collectives; see `lookout`.
     """
-    trail = axis.trail
-    if alike and trail is not None:
+    # A group has a trail only if all of its ranks make one: they count groups of a name by them.
+    if alike and (trail := axis.trail) is not None:
         trail.add(operation, origin)
     entries = enter_issue(operation, axis, size, tensors, dtype, origin, parts)
     try:

@@ -9,7 +9,6 @@ they differ names unit, parameters and ranks. The working thread only notes what
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import logging
 import os
@@ -18,12 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from hp_platform.direct import break_off
-from hp_platform.store import default_store
+from hp_platform.notices import BEGUN, FirstNotice, find, leave
+from hp_platform.store import OwnConnection, default_store
 from hp_platform.trail import Step, Trail, trails
-from hp_platform.watch import FIRST_FAILURE, RANKS_A_SECOND
+from hp_platform.watch import FIRST_FAILURE, pause
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
@@ -32,12 +30,13 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("hp_platform")
 
-_VERDICT = "hp_platform/ranks_differ"
+_VERDICT = FirstNotice("hp_platform/ranks_differ")
 """Where the first rank that finds a difference leaves its account."""
 _FIRST, _LONGEST = 0.5, 2.0
 """Seconds between two looks: short at first, so that short runs are looked at too."""
-_GATHERING = 1.5
-"""Seconds for all ranks of a group to publish how far they are, once two are known to differ."""
+_GATHERING = 2.0
+"""Pauses between two looks for all ranks of a group to publish how far they are, once two are known
+to differ."""
 _ANSWER = 0.5
 """Seconds for others to publish, once a collective has failed."""
 _ASKED = 64
@@ -56,8 +55,7 @@ class _Lookout(threading.Thread):
         super().__init__(name="hp_platform lookout", daemon=True)
         self.owner = os.getpid()
         self._over = threading.Event()
-        self._origin: Store | None = None
-        self._store: Store | None = None
+        self._connection = OwnConnection()
 
     def close(self) -> None:
         """Stops it and waits until it has ended."""
@@ -66,51 +64,54 @@ class _Lookout(threading.Thread):
         self.join(timeout=10)
 
     def run(self) -> None:
-        pause = _FIRST
-        while not self._over.wait(pause):
-            ranks = dist.get_world_size() if dist.is_initialized() else 1
-            pause = max(min(2 * pause, _LONGEST), ranks / RANKS_A_SECOND)
+        length = _FIRST
+        while not self._over.wait(pause(length)):
+            length = min(2 * length, _LONGEST)
             # The store, or a group, may end before this process does.
-            with contextlib.suppress(RuntimeError, ValueError):
-                if dist.is_initialized():
-                    self._look(self._own_store())
-
-    def _own_store(self) -> Store:
-        """A connection of our own: another thread may be blocked in the default store's."""
-        origin = default_store()
-        if origin is not self._origin or self._store is None:
-            self._store, self._origin = origin.clone(), origin
-        return self._store
-
-    def _look(self, store: Store) -> None:
-        known = trails()
-        verdict = _verdict(store)
-        for trail in known:
-            if verdict is None:
-                _publish(store, trail)
-                verdict = _compare(store, trail, [(trail.rank + 1) % trail.size])
-        if verdict is None:
-            return
-        for trail in known:
-            if trail.verdict is None:
-                trail.verdict = verdict
-                _interrupt(store, trail)
+            try:
+                store = self._connection.store()
+                if store is not None:
+                    _look(store)
+            except RuntimeError as error:
+                self._connection.give_up(error)
+                _logger.debug("what ranks issue is no longer compared: %s", error)
+            except ValueError as error:
+                _logger.debug("what ranks issue was not compared: %s", error)
 
 
 class _Current:
-    """The thread of this process, made when its first group is used."""
+    """What this process has: its thread, made when its first group is used."""
 
+    lock = threading.Lock()
     thread: _Lookout | None = None
+    last_verdict: float = BEGUN
+    """When it heard of one, in seconds since the epoch."""
 
 
 def keep_lookout() -> None:
     """Starts this process's thread, unless it runs."""
-    current = _Current.thread
-    if current is not None and current.owner == os.getpid() and current.is_alive():
-        return
-    _Current.thread = started = _Lookout()
-    started.start()
+    with _Current.lock:
+        current = _Current.thread
+        if current is not None and current.owner == os.getpid() and current.is_alive():
+            return
+        _Current.thread = started = _Lookout()
+        started.start()
     atexit.register(started.close)
+
+
+def _look(store: Store) -> None:
+    known = trails()
+    verdict = _verdict(store)
+    for trail in known:
+        if verdict is None:
+            _publish(store, trail)
+            verdict = _compare(store, trail, [(trail.rank + 1) % trail.size])
+    if verdict is None:
+        return
+    for trail in known:
+        if trail.verdict is None:
+            _adopt(trail, verdict)
+            _interrupt(store, trail)
 
 
 def difference_behind(axis: MeshAxis) -> str | None:
@@ -123,17 +124,22 @@ def difference_behind(axis: MeshAxis) -> str | None:
         return None
     end = time.monotonic() + _ANSWER
     others = [coordinate for coordinate in range(axis.size) if coordinate != axis.rank]
-    # Nothing that goes wrong here may hide the failure itself.
-    with contextlib.suppress(RuntimeError, ValueError):
+    try:
         store = default_store()
         while trail.verdict is None:
-            trail.verdict = _verdict(store)
-            if trail.verdict is None:
+            verdict = _verdict(store)
+            if verdict is None:
                 _publish(store, trail)
-                trail.verdict = _compare(store, trail, others[:_ASKED])
-            if time.monotonic() > end:
+                verdict = _compare(store, trail, others[:_ASKED])
+            if verdict is not None:
+                _adopt(trail, verdict)
+            elif time.monotonic() > end:
                 break
-            time.sleep(0.02)
+            else:
+                time.sleep(0.02)
+    except (RuntimeError, ValueError) as error:
+        # Nothing that goes wrong here may hide the failure itself.
+        _logger.debug("what ranks issued was not compared: %s", error)
     return trail.verdict
 
 
@@ -148,7 +154,7 @@ def _publish(store: Store, trail: Trail) -> None:
         first = steps[0][0] if steps else count
         # `made`: a group may be destroyed and another one made under its name.
         content = {"made": trail.made, "first": first, "texts": list(texts), "order": order}
-        store.set(_key(trail, trail.rank), json.dumps(content))
+        leave(store, _key(trail, trail.rank), json.dumps(content))
         trail.published = count
 
 
@@ -164,22 +170,22 @@ def _compare(store: Store, trail: Trail, coordinates: Sequence[int]) -> str | No
         for number, index in enumerate(theirs["order"], theirs["first"]):
             step = own.get(number)
             if step is not None and _text(*step[1:]) != theirs["texts"][index]:
-                store.compare_set(_VERDICT, "", _account(store, trail, step))
+                _VERDICT.leave(store, _account(store, trail, step), _since())
                 return _verdict(store)
     return None
 
 
 def _fetch(store: Store, trail: Trail, coordinate: int) -> Published | None:
-    key = _key(trail, coordinate)
-    if not store.check([key]):
+    content = find(store, _key(trail, coordinate))
+    if content is None:
         return None
-    found: Published = json.loads(store.get(key))
+    found: Published = json.loads(content)
     return found if found["made"] == trail.made else None
 
 
 def _account(store: Store, trail: Trail, own: Step) -> str:
     """Who issues what instead of `own`."""
-    end = time.monotonic() + _GATHERING
+    end = time.monotonic() + _GATHERING * pause(_LONGEST)
     number, operation, origin = own
     issued = {trail.rank: _text(operation, origin)}
     while len(issued) < trail.size and time.monotonic() < end:
@@ -193,8 +199,7 @@ def _account(store: Store, trail: Trail, own: Step) -> str:
 
 
 def _key(trail: Trail, coordinate: int) -> str:
-    ranks = trail.ranks
-    return f"hp_platform/trail/{trail.group_name}/{ranks[0]}/{ranks[coordinate]}"
+    return f"hp_platform/trail/{trail.key}/{coordinate}"
 
 
 def _text(operation: str, origin: Any) -> str:
@@ -203,7 +208,22 @@ def _text(operation: str, origin: Any) -> str:
 
 
 def _verdict(store: Store) -> str | None:
-    return store.get(_VERDICT).decode() if store.check([_VERDICT]) else None
+    return _VERDICT.find(store, _since())
+
+
+def _since() -> float:
+    """Since when a verdict is about groups that there are.
+
+    One that ended groups which the program has destroyed does not end those that it makes then,
+    be it in the same store.
+    """
+    present = any(trail.verdict is not None for trail in trails())
+    return BEGUN if present else _Current.last_verdict
+
+
+def _adopt(trail: Trail, verdict: str) -> None:
+    _Current.last_verdict = time.time()
+    trail.verdict = verdict
 
 
 def _message(trail: Trail, number: int, issued: dict[int, str], advice: str) -> str:
@@ -233,7 +253,7 @@ def _interrupt(store: Store, trail: Trail) -> None:
     group, verdict = trail.group, str(trail.verdict)
     if trail.device.type != "cpu":
         _logger.error(verdict)
-        store.compare_set(FIRST_FAILURE, "", verdict)
+        FIRST_FAILURE.leave(store, verdict)
         return
     if group is not None:
         break_off(group, [peer for peer in range(trail.size) if peer != trail.rank])

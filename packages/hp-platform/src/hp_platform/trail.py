@@ -8,6 +8,7 @@ gives its peers what they did not ask for, or leaves them waiting. `lookout` com
 from __future__ import annotations
 
 import threading
+import zlib
 from collections import Counter
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, ref
@@ -35,7 +36,7 @@ class Trail:
     Attributes:
         name: that of an axis with this group.
         size, rank, ranks, device: as of that axis.
-        group_name: what PyTorch calls the group.
+        key: name of the group among all groups of the run.
         count: how many there have been.
         verdict: why no further collective may be issued; None while nothing is known against it.
         made: how many groups of these ranks have had this one's name, this one included.
@@ -47,7 +48,7 @@ class Trail:
         # Not the axis itself: it holds the group, which is to end when the program drops it.
         self.name, self.size, self.rank, self.ranks = axis.name, axis.size, axis.rank, axis.ranks
         self.device = axis.device
-        self.group_name: str = axis.process_group.group_name
+        self.key = key_of(axis)
         self._group = ref(axis.process_group)
         self.verdict: str | None = None
         self.made = made
@@ -94,8 +95,9 @@ class Trail:
 
 # Groups belong to the process, and so does this record, which keeps none of them alive.
 _trails: WeakKeyDictionary[dist.ProcessGroup, Trail] = WeakKeyDictionary()
-# All ranks of a group use it, so that they count alike; they need not look at the same time.
-_made: Counter[tuple[str, int, tuple[int, ...]]] = Counter()
+# All ranks of a group use it, so that they count alike; they need not look at the same time. The
+# coordinate is for ranks that are threads.
+_made: Counter[tuple[str, int]] = Counter()
 
 
 def trail_of(axis: MeshAxis) -> Trail | None:
@@ -107,10 +109,21 @@ def trail_of(axis: MeshAxis) -> Trail | None:
         return None
     trail = _trails.get(group)
     if trail is None:
-        key = (group.group_name, axis.rank, axis.ranks)
-        _made[key] += 1
-        trail = _trails.setdefault(group, Trail(axis, _made[key]))
+        place = (key_of(axis), axis.rank)
+        _made[place] += 1
+        trail = _trails.setdefault(group, Trail(axis, _made[place]))
     return trail
+
+
+def key_of(axis: MeshAxis) -> str:
+    """What PyTorch calls the axis's group, and which ranks it has.
+
+    PyTorch uses names again once the default group has been destroyed, and of the groups of one
+    mesh axis some have the same name.
+    """
+    assert axis.process_group is not None
+    ranks = zlib.crc32(repr(axis.ranks).encode())
+    return f"{axis.process_group.group_name}/{axis.ranks[0]}/{ranks:08x}"
 
 
 def _is_registered(group: dist.ProcessGroup) -> bool:

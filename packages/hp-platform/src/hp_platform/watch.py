@@ -9,22 +9,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hp_platform.store import default_store
+from hp_platform.notices import FirstNotice
+from hp_platform.store import OwnConnection
 
-if TYPE_CHECKING:
-    from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
-
-FIRST_FAILURE = "hp_platform/first_failure"
+FIRST_FAILURE = FirstNotice("hp_platform/first_failure")
 """Where the first rank that fails leaves its account."""
 
 _INTERVAL = 0.5
 _GRACE = 1.0
 """Seconds for the working thread to notice by itself, for it can tell more."""
-RANKS_A_SECOND = 4000
+_RANKS_A_SECOND = 4000
 """How often the store is asked at most, by all ranks together."""
 
 
@@ -45,8 +42,7 @@ class Watch(threading.Thread):
         self._parent = os.getppid()
         self._watches_parent = "TORCHELASTIC_RUN_ID" in os.environ
         self._agent_keeps_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._origin: Store | None = None
-        self._store: Store | None = None
+        self._connection = OwnConnection()
 
     def close(self) -> None:
         """Stops watching and waits until the thread has ended."""
@@ -55,7 +51,7 @@ class Watch(threading.Thread):
         self.join(timeout=10)
 
     def run(self) -> None:
-        while not self._over.wait(self._interval()):
+        while not self._over.wait(pause(_INTERVAL)):
             reason = self._reason()
             if reason is None:
                 continue
@@ -63,29 +59,24 @@ class Watch(threading.Thread):
                 self._end(reason)
             return
 
-    def _interval(self) -> float:
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        return max(_INTERVAL, ranks / RANKS_A_SECOND)
-
     def _reason(self) -> str | None:
         if self._watches_parent and os.getppid() != self._parent:
             return "its launcher (torchrun) has ended without stopping it"
         try:
-            store = self._own_store()
-            if store is not None and store.check([FIRST_FAILURE]):
-                return f"the first failure was: {store.get(FIRST_FAILURE).decode()}"
+            store = self._connection.store()
+            if store is not None and (account := FIRST_FAILURE.find(store)) is not None:
+                return f"the first failure was: {account}"
         except RuntimeError as error:
-            self._store = self._origin = None
+            self._connection.give_up(error)
             if self._agent_keeps_store and dist.is_initialized():
                 return f"the store that torchrun keeps cannot be reached any more: {error}"
         return None
 
-    def _own_store(self) -> Store | None:
-        """A connection of our own: another thread may be blocked in the default store's."""
-        if not dist.is_initialized():
-            self._store = self._origin = None
-            return None
-        origin = default_store()
-        if origin is not self._origin:
-            self._store, self._origin = origin.clone(), origin
-        return self._store
+
+def pause(seconds: float) -> float:
+    """At least so long, and longer where many ranks ask the store."""
+    try:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+    except ValueError:  # the group has been destroyed meanwhile
+        ranks = 1
+    return max(seconds, ranks / _RANKS_A_SECOND)

@@ -236,11 +236,7 @@ def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> Ran
         with contextlib.suppress(ProcessLookupError, BrokenPipeError):
             os.write(rank.ask, b"?")
             os.kill(rank.pid, DUMP_SIGNAL)
-    end = time.monotonic() + _DUMP_TIME
-    while time.monotonic() < end and not all(_has_answered(rank) for rank in stuck):
-        time.sleep(0.02)
-    if stuck:
-        time.sleep(0.1)  # the last lines of an answer
+    _await_answers(stuck)
     _kill(ranks)
     reports, cause = {}, None
     for rank in ranks:
@@ -266,6 +262,16 @@ def _failure(ranks: list[_Rank], failed: tuple[int, ...], timeout: float) -> Ran
     return failure
 
 
+def _await_answers(stuck: list[_Rank]) -> None:
+    end = time.monotonic() + _DUMP_TIME
+    while time.monotonic() < end and not all(_has_answered(rank) for rank in stuck):
+        time.sleep(0.02)
+    sizes = None
+    # Until the last lines are there: what writes them does not say when it is done.
+    while time.monotonic() < end and sizes != (sizes := [_size(rank) for rank in stuck]):
+        time.sleep(0.1)
+
+
 def _culprits(ranks: list[_Rank], first: tuple[int, ...]) -> tuple[int, ...]:
     """Who failed of itself; `first`, who were heard of first, where nobody did.
 
@@ -287,6 +293,10 @@ def _lost_a_peer(rank: _Rank) -> bool:
 def _has_answered(rank: _Rank) -> bool:
     files = (rank.stack_file, rank.stack_file.with_suffix(DOING_SUFFIX))
     return _reaped(rank) or all(file.exists() and file.stat().st_size for file in files)
+
+
+def _size(rank: _Rank) -> int:
+    return rank.stack_file.stat().st_size if rank.stack_file.exists() else 0
 
 
 def _silence(rank: _Rank, *, stuck: bool) -> str:
