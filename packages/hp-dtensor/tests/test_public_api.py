@@ -1,7 +1,4 @@
-"""The package's public names, and what importing it loads."""
-
-import subprocess
-import sys
+"""The package's public names."""
 
 import pytest
 
@@ -90,27 +87,3 @@ def test_the_public_names_of_the_fuzzing_kit_are_these() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Shrad'"):
         _ = hp_dtensor.Shrad
-
-
-def run_python(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def test_a_function_is_not_hidden_by_the_module_of_its_name() -> None:
-    code = (
-        "from hp_dtensor.parallelize import parallelize as defined; import hp_dtensor;"
-        "assert hp_dtensor.parallelize is defined"
-    )
-    assert run_python(code) == ""
-
-
-def test_the_algebra_loads_no_operator_rules() -> None:
-    code = (
-        "import sys, hp_dtensor; hp_dtensor.Layout; hp_dtensor.Transition;"
-        "hp_dtensor.settle_gradients;"
-        "print([m for m in sys.modules if m.startswith('hp_dtensor')])"
-    )
-    loaded = run_python(code)
-    for module in ("dispatch", "dtensor", "rules", "parallelize", "plan", "testing"):
-        assert f"'hp_dtensor.{module}'" not in loaded

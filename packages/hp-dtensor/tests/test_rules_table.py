@@ -19,8 +19,6 @@ from dtensor_checks import (
     mesh_of,
     spread,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Partial, Replicate, Shard
@@ -207,18 +205,21 @@ def run_case(name: str, layouts: Sequence[Layout]) -> bool:
 
 
 @pytest.mark.ranks
-def test_every_rule_agrees_with_the_dense_operator_for_all_layouts_on_one_axis() -> None:
+@pytest.mark.parametrize("most", [14, pytest.param(400, marks=pytest.mark.slow)])
+def test_every_rule_agrees_with_the_dense_operator_for_all_layouts_on_one_axis(most: int) -> None:
+    """For `most` combinations of its operands' layouts, where there are more."""
+
     def body() -> dict[str, int]:
         mesh = mesh_of(2)
         accepted: dict[str, int] = {}
         for name, (_, shapes) in CASES.items():
             choices = list(itertools.product(*(layout_choices(shape, mesh) for shape in shapes)))
-            if len(choices) > 60:
-                choices = random.Random(name).sample(choices, 60)
+            if len(choices) > most:
+                choices = random.Random(name).sample(choices, most)
             accepted[name] = sum(run_case(name, each) for each in choices)
         return accepted
 
-    first, second = run_ranks(body, 2, timeout=200)
+    first, second = run_ranks(body, 2, timeout=max(250, 10 * most))
     assert first == second
     assert {name for name, count in first.items() if count < 3} == set()
 
@@ -240,34 +241,31 @@ def test_layouts_that_transformers_need_are_accepted() -> None:
 
 
 @pytest.mark.ranks
-@given(seed=st.integers(0, 2**20))
-@settings(max_examples=4, deadline=None, derandomize=True)
-def test_rules_agree_with_the_dense_operator_on_two_axes(seed: int) -> None:
+@pytest.mark.parametrize("rounds", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_rules_agree_with_the_dense_operator_on_two_axes(rounds: int) -> None:
     """Each axis by itself from those that fit on one axis, so that most are accepted."""
 
     def body() -> int:
-        mesh, draw = mesh_of(2, 2), random.Random(seed)
+        mesh, draw = mesh_of(2, 2), random.Random(0)
         accepted = 0
-        for name in draw.sample(sorted(CASES), 40):
+        for name in sorted(CASES) * rounds:
             shapes = CASES[name][1]
             must = [tuple((p, p) for p in each) for each in MUST.get(name, [])]
-            for _ in range(3):
-                axes = [
-                    draw.choice(must)
-                    if must and draw.random() < 0.5
-                    else tuple(draw.choice(axis_choices(shape)) for shape in shapes)
-                    for _ in range(2)
-                ]
-                layouts = [
-                    Layout(mesh, [axis[i][0] for axis in axes], shape)
-                    for i, shape in enumerate(shapes)
-                ]
-                accepted += run_case(name, layouts)
+            axes = [
+                draw.choice(must)
+                if must and draw.random() < 0.5
+                else tuple(draw.choice(axis_choices(shape)) for shape in shapes)
+                for _ in range(2)
+            ]
+            layouts = [
+                Layout(mesh, [axis[i][0] for axis in axes], shape) for i, shape in enumerate(shapes)
+            ]
+            accepted += run_case(name, layouts)
         return accepted
 
-    counts = run_ranks(body, 4, timeout=120)
+    counts = run_ranks(body, 4, timeout=125 * rounds)
     assert len(set(counts)) == 1
-    assert counts[0] > 30
+    assert counts[0] > len(CASES) * rounds // 4
 
 
 @pytest.mark.ranks
@@ -383,7 +381,10 @@ def test_indexing_a_sharded_dim_is_dense_or_an_error_that_names_operator_and_dim
         lambda t: t[:, [5, 0]],
         lambda t: t[t > 11.5],
     ]
-    refused: list[Callable[[Any], Any]] = [lambda t: t.unique(), lambda t: (t > 3).nonzero()]
+    refused: list[Callable[[Any], Any]] = [
+        lambda t: t.corrcoef(),
+        lambda t: (t > 3).renorm(2, 0, 1),
+    ]
 
     def body() -> list[str]:
         mesh = mesh_of(2)
@@ -396,6 +397,6 @@ def test_indexing_a_sharded_dim_is_dense_or_an_error_that_names_operator_and_dim
             errors.append(str(error.value))
         return errors
 
-    for name, text in zip(("unique", "nonzero"), run_ranks(body, 2)[0]):
+    for name, text in zip(("corrcoef", "renorm"), run_ranks(body, 2)[0]):
         assert text.startswith(name)
         assert "tp=S(1)" in text

@@ -1,7 +1,4 @@
-"""What the package offers, and what importing it must not need."""
-
-import subprocess
-import sys
+"""What the package offers."""
 
 import hp_platform
 import hp_platform.testing
@@ -20,14 +17,3 @@ def test_public_names_are_these():
     assert all(hasattr(hp_platform, name) for name in NAMES.split())
     names = "Simulator TwoTierNetwork TwoTierUnavailable run_ranks two_tier"
     assert hp_platform.testing.__all__ == names.split()
-
-
-def test_import_needs_neither_an_accelerator_nor_hypothesis():
-    code = """
-import sys
-sys.modules["torch_npu"] = sys.modules["hypothesis"] = sys.modules["pytest"] = None
-import torch
-import hp_platform, hp_platform.devices, hp_platform.hccl, hp_platform.testing.conformance
-assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
