@@ -7,13 +7,14 @@ import tempfile
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from hp_dtensor.checkpoint import boxes, create_write_items, get_tensor_shard
@@ -21,6 +22,7 @@ from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, attach_layout
 from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
 from hp_dtensor.testing import layouts, spread
+from hp_dtensor.torch_kind import torch_placements
 from hp_platform.testing import run_ranks
 
 SHAPE = (8, 3)
@@ -45,7 +47,11 @@ PAIRS: dict[str, tuple[Placement, Placement]] = {
 
 @settings(max_examples=200, deadline=None)
 @given(layouts(reductions=()))
-def test_boxes_tile_what_a_rank_holds(layout: Layout) -> None:
+@example(Layout({"dp": 2, "tp": 3}, [StridedShard(0, 3), Shard(0)], (12, 2)))
+@example(Layout({"a": 2, "b": 2, "c": 2}, [StridedShard(0, 4), StridedShard(0, 2), Shard(0)], (8,)))
+@example(Layout({"a": 2, "b": 2, "c": 2}, [Shard(0), StridedShard(0, 2), Shard(0)], (16,)))
+def test_boxes_tile_what_a_rank_holds_and_are_pytorchs_where_placements_are(layout: Layout) -> None:
+    sizes, theirs = layout.abstract_mesh.sizes, torch_placements(layout)
     dense = torch.arange(float(layout.numel)).reshape(layout.shape)
     for coord, local in zip(layout.abstract_mesh.coordinates(), spread(dense, layout)):
         seen: list[int] = []
@@ -60,6 +66,10 @@ def test_boxes_tile_what_a_rank_holds(layout: Layout) -> None:
             seen += block.flatten().long().tolist()
         assert sorted(seen) == layout.owned_indices(coord).tolist()
         assert len({box.offsets for box in held}) == len(held), "offsets identify boxes"
+        if theirs is not None and local.numel():
+            # What PyTorch's state functions cut for a tensor that says it is one of its own.
+            found = _compute_local_shape_and_global_offset(layout.shape, sizes, coord, theirs)
+            assert [(box.sizes, box.offsets) for box in held] == [found]
 
 
 def test_a_contiguous_part_is_one_box() -> None:

@@ -12,11 +12,21 @@ import torch
 from dtensor_checks import integers, leaf, mesh_of, spread
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_dtensor.dtensor import DTensor, distribute_tensor
-from hp_dtensor.layout import Layout
-from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard, StridedShard
+from hp_dtensor.layout import Layout, layout_of
+from hp_dtensor.placements import (
+    Partial,
+    RaggedShard,
+    Replicate,
+    SectionedShard,
+    Shard,
+    StridedShard,
+)
 from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.torch_kind import as_torch_dtensor, is_torch_dtensor
+from hp_dtensor.whole_values import WholeValues, following
 from hp_platform.testing import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -73,7 +83,7 @@ def test_from_local_refuses_parts_that_do_not_fit_on_every_rank() -> None:
 
 
 def test_fsdp_over_tensor_parallelism_on_one_dim_keeps_the_order() -> None:
-    """Case 4: dp over tp on dim 0, even and uneven."""
+    """Case 4: dp over tp on dim 0, even and uneven; PyTorch has the even one."""
 
     def body(rank: int) -> list[list[int]]:
         mesh = mesh_of(2, 2)
@@ -81,6 +91,7 @@ def test_fsdp_over_tensor_parallelism_on_one_dim_keeps_the_order() -> None:
         for size in (8, 5):
             placed = distribute_tensor(torch.arange(size), mesh, [StridedShard(0, 2), Shard(0)])
             assert placed.full_tensor().tolist() == list(range(size))
+            assert isinstance(placed, TorchDTensor) == (size == 8)
             found.append(placed.to_local().tolist())
         return found
 
@@ -299,13 +310,53 @@ def test_copies_of_parameters_are_parameters_with_their_own_memory_and_gradient(
     run_ranks(body, 2)
 
 
+def test_a_dtensor_says_that_it_is_pytorchs_where_pytorch_has_its_layout() -> None:
+    """Code for FSDP2 asks `isinstance` before it gathers, and takes for whole what says no."""
+
+    def body() -> None:
+        mesh, whole = mesh_of(2), integers((5, 2))
+        said = {}
+        for placement in (
+            Shard(0), Shard(1), Replicate(), Partial(), RaggedShard((0,), (1, 4)),
+            SectionedShard(0, (3, 2)), StridedShard(0, 2),
+        ):  # fmt: skip
+            tensor = distribute_tensor(whole, mesh, [placement])
+            said[type(placement).__name__] = isinstance(tensor, TorchDTensor)
+            assert isinstance(tensor, DTensor)
+            assert torch.equal(tensor.full_tensor(), whole)
+            theirs = as_torch_dtensor(tensor)
+            assert said[type(placement).__name__] == (theirs is not None)
+            if theirs is not None:
+                assert torch.equal(theirs.full_tensor(), whole)
+                assert tensor.placements == theirs.placements
+        assert [kind for kind, yes in said.items() if not yes] == [
+            "RaggedShard", "SectionedShard", "StridedShard",
+        ]  # fmt: skip
+        # What its gradient is, and that it is not PyTorch's, is still known.
+        weight = parameter(whole, Layout(mesh, [Replicate()], (5, 2), [Partial()]))
+        assert isinstance(weight, TorchDTensor)
+        assert isinstance(weight, nn.Parameter)
+        assert layout_of(weight) is weight.layout
+        assert not is_torch_dtensor(weight)
+        with following(WholeValues()):  # in validate mode it stands for a plain tensor
+            assert not isinstance(weight, TorchDTensor)
+        # With `torch.__future__.set_swap_module_params_on_conversion`, modules exchange tensors.
+        other = parameter(integers((3, 2)), Layout(mesh, [Shard(0)], (3, 2)))
+        torch.utils.swap_tensors(weight, other)
+        assert torch.equal(other.detach().full_tensor(), whole)
+        assert weight.layout.shape == (3, 2)
+        assert weight.placements == (Shard(0),)
+
+    run_ranks(body, 2)
+
+
 def test_a_dtensor_is_pickled_with_its_layout() -> None:
     def body() -> None:
         weight = parameter(integers((5, 2)), Layout(mesh_of(2), [Shard(0)], (5, 2)))
         buffer = io.BytesIO()
         torch.save(weight, buffer)
         buffer.seek(0)
-        again = torch.load(buffer, weights_only=False)
+        again = torch.load(buffer)
         assert isinstance(again, nn.Parameter)
         assert again.placements == weight.placements
         assert torch.equal(again.to_local(), weight.to_local())

@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.distributed._state_dict_utils as values
+import torch.distributed.checkpoint.planner_helpers as planning
 import torch.distributed.checkpoint.state_dict as states
 import torch.distributed.fsdp as fsdp2
 from torch import nn
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor as TorchDTensor
 
 from hp_dtensor import DTensor
 from hp_fsdp import fully_shard
@@ -56,6 +60,38 @@ def assert_equal(found, expected):
             torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6)
 
 
+def assert_shards_stay_shards(model, full, policy):
+    """Whatever PyTorch's checkpointing makes of a shard is a shard of ours with its values."""
+    shards = states.get_model_state_dict(model)
+    assert isinstance(shards["0.weight"], DTensor)
+    # Code for FSDP2 asks this before it gathers. PyTorch has no ragged shards.
+    claims = policy == "per_parameter"
+    assert isinstance(shards["0.weight"], TorchDTensor) == claims
+    assert isinstance(model[0].weight, TorchDTensor) == claims
+    copied = values._create_cpu_state_dict(shards)  # staging of `async_save`, the older and
+    values._copy_state_dict(shards, copied)
+    staged = StateDictStager().stage(shards)  # the newer one
+    on_meta = {key: value.to("meta") for key, value in shards.items()}
+    planning._init_state_dict(on_meta)  # `load` gives memory to what is on the meta device
+    for key, shard in shards.items():
+        for copy_ in (copied[key], staged[key], on_meta[key]):
+            assert type(copy_) is type(shard)
+            assert copy_.device.type == "cpu"
+            assert copy_.shape == shard.shape
+    for state in (copied, staged):
+        assert_equal({name: whole(value) for name, value in state.items()}, full)
+    if claims:
+        torch.testing.assert_close(copied["0.weight"], shards["0.weight"])
+        with pytest.raises(AssertionError, match="not close"):
+            torch.testing.assert_close(copied["0.weight"], shards["0.weight"] + 1)
+        md = planning._create_default_metadata_only_plan({"w": shards["0.weight"]}).items
+        assert [md[0].tensor_data.chunk] == shards["0.weight"].__create_chunk_list__()
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 FULL = states.StateDictOptions(full_state_dict=True)
 
 
@@ -75,8 +111,7 @@ def test_full_states_of_model_and_optimizer_are_the_dense_ones_and_load_anywhere
             found = states.get_state_dict(model, optimizer, options=FULL)
             assert_equal(found[0], states.get_model_state_dict(dense))
             assert_equal(found[1]["state"], expected[1]["state"])
-            shards = states.get_model_state_dict(model)
-            assert isinstance(shards["0.weight"], DTensor)
+            assert_shards_stay_shards(model, found[0], policy)
             for broadcast in (False, True):
                 options = states.StateDictOptions(
                     full_state_dict=True, broadcast_from_rank0=broadcast
@@ -84,10 +119,16 @@ def test_full_states_of_model_and_optimizer_are_the_dense_ones_and_load_anywhere
                 again, resumed = sharded(other, policy, seed=5)
                 # Optimizers share the scalars of a state that they load.
                 held = copy.deepcopy(found) if rank == 0 or not broadcast else ({}, {})
+                full = dict(held[0])  # what is loaded becomes what was made of it
                 states.set_model_state_dict(again, held[0], options=options)
                 states.set_optimizer_state_dict(again, resumed, held[1], options=options)
                 moments = [m for s in resumed.state.values() for m in s.values() if m.dim()]
-                assert all(isinstance(moment, DTensor) for moment in moments)
+                assert all(type(tensor) is DTensor for tensor in (*moments, *again.parameters()))
+                with torch.device("meta"):
+                    empty, _ = sharded(other, policy)
+                states.set_model_state_dict(empty, dict(full), options=options)
+                assert all(type(parameter) is DTensor for parameter in empty.parameters())
+                assert_equal({n: whole(v) for n, v in empty.state_dict().items()}, found[0])
                 twin = made()
                 twin.load_state_dict(found[0])
                 step(again, resumed, 1)

@@ -22,7 +22,9 @@ from hp_dtensor.differentiable import Differentiable
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import Layout
-from hp_dtensor.mesh import AbstractMesh
+from hp_dtensor.mesh import AbstractMesh, KeptAxes
+from hp_dtensor.operator_plan import PlanCache
+from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
 from hp_dtensor.rules.engine import OperatorError, operator_error
 from hp_dtensor.shape_exchange import exchanged_shape
 from hp_dtensor.transition import Transition
@@ -115,16 +117,21 @@ class DTensor(Differentiable):
         layout = self._layout.with_placements(self._layout.placements, tuple(grad_placements))
         return self._to(layout)._local
 
-    def full_tensor(self) -> Tensor:
-        """The global value as a plain tensor, on every rank. Every rank of the mesh calls it."""
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The global value as a plain tensor, on every rank. Every rank of the mesh calls it.
+
+        Args:
+            grad_placements: as for `to_local`.
+        """
         everywhere = [Replicate()] * len(self._layout.placements)
-        return self._to(self._layout.with_placements(everywhere))._local
+        return self._to(self._layout.with_placements(everywhere, grad_placements))._local
 
     def redistribute(
         self,
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         grad_placements: Sequence[Placement] | None = None,
     ) -> DTensor:
         """The same tensor laid out otherwise, differentiably.
@@ -132,6 +139,7 @@ class DTensor(Differentiable):
         Args:
             device_mesh: None, or this DTensor's own mesh.
             placements: the wanted placements; None keeps them (to change gradients only).
+            async_op: PyTorch's argument. The values are there in either case.
             grad_placements: the gradient's placements; None for the defaults.
 
         Raises:
@@ -361,3 +369,8 @@ def _register_foreach() -> None:
 
 
 _register_foreach()
+
+# `torch.load` makes DTensors by default, as it makes PyTorch's: of tensors, sizes and placements.
+torch.serialization.add_safe_globals(
+    [_rebuild, Layout, RaggedShard, SectionedShard, StridedShard, KeptAxes, PlanCache]
+)

@@ -473,10 +473,12 @@ def layout_of(tensor: Tensor) -> Layout | None:
     remembered = getattr(tensor, "_hp_layout", None)
     if isinstance(remembered, Layout):
         return remembered
+    own: Any = getattr(tensor, "layout", None)  # torch.strided, if it is not a DTensor of ours
+    if isinstance(own, Layout):
+        return own
     if isinstance(tensor, TorchDTensor):
         return Layout(tensor.device_mesh, tensor.placements, tuple(tensor.shape))
-    own: Any = getattr(tensor, "layout", None)  # a plain tensor's is torch.strided
-    return own if isinstance(own, Layout) else None
+    return None
 
 
 def attach_layout(tensor: Tensor, layout: Layout) -> Tensor:

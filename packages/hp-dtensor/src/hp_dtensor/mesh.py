@@ -92,11 +92,11 @@ class AbstractMesh:
         return " x ".join(f"{name}={size}" for name, size in zip(self.axis_names, self.sizes))
 
 
-class _Axes(dict[int, "MeshAxis"]):
+class KeptAxes(dict[int, "MeshAxis"]):
     """Axes kept with a mesh; left out when the mesh is copied or pickled, as its groups are."""
 
-    def __reduce__(self) -> tuple[type[_Axes], tuple[()]]:
-        return _Axes, ()
+    def __reduce__(self) -> tuple[type[KeptAxes], tuple[()]]:
+        return KeptAxes, ()
 
 
 def mesh_axis(mesh: DeviceMesh, axis: int) -> MeshAxis:
@@ -106,7 +106,7 @@ def mesh_axis(mesh: DeviceMesh, axis: int) -> MeshAxis:
     """
     from hp_platform.axis import MeshAxis
 
-    known: _Axes = mesh.__dict__.setdefault("_hp_axes", _Axes())
+    known: KeptAxes = mesh.__dict__.setdefault("_hp_axes", KeptAxes())
     if axis not in known:
         known[axis] = MeshAxis.of_mesh(mesh, axis)
     return known[axis]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Replicate
 
 from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import Layout
 from hp_dtensor.rules.engine import OperatorError, operator_error
 from hp_dtensor.rules.recipe import Operand
+from hp_dtensor.torch_kind import is_torch_dtensor
 from hp_dtensor.whole_values import current_values
 
 __all__ = ["is_known_whole", "operands_of"]
@@ -46,7 +46,7 @@ def is_known_whole(tensor: Tensor) -> bool:
 def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layout | None:
     """The layout of a plain tensor beside DTensors: replicated if it is known to be, or if there
     is one rank."""
-    if layout is not None or isinstance(tensor, TorchDTensor):
+    if layout is not None or is_torch_dtensor(tensor):
         return layout
     alone = allowed().plain and beside.abstract_mesh.world_size == 1
     if not alone and not is_known_whole(tensor):
@@ -61,7 +61,7 @@ def _advice_of(found: Sequence[Tensor]) -> str | None:
 
 
 def _check_plain(name: str, tensor: Tensor, placed: Sequence[Layout], advice: str | None) -> None:
-    if isinstance(tensor, TorchDTensor):
+    if is_torch_dtensor(tensor):
         raise OperatorError(
             f"{name}: a DTensor of torch.distributed.tensor is mixed with one of hp_dtensor. "
             "Remedy: convert it with DTensor.from_local(t.to_local(), t.device_mesh, "

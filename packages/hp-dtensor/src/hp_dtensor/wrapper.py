@@ -21,6 +21,7 @@ from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.torch_kind import class_of, torch_placements
 from hp_dtensor.whole_values import current_values
 
 __all__ = ["Wrapper"]
@@ -76,19 +77,34 @@ class Wrapper(torch.Tensor):
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return self._layout.placements
+        """One per mesh axis; PyTorch's own where it has them all (decision B42)."""
+        return torch_placements(self._layout) or self._layout.placements
 
     # What PyTorch-side code also asks of its own DTensor. Private names there, and widely used.
+
+    @property
+    def __class__(self) -> type:
+        return class_of(self)
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        """`torch.utils.swap_tensors` exchanges classes; these are the same one."""
+        if kind is not class_of(self):
+            raise TypeError(f"a DTensor cannot become a {kind.__module__}.{kind.__name__}")
 
     @property
     def _local_tensor(self) -> Tensor:
         return self._local
 
+    @_local_tensor.setter
+    def _local_tensor(self, local: Tensor) -> None:
+        self._local = local
+
     @property
     def _spec(self) -> DTensorSpec:
         """Mesh, placements, global shape, strides and dtype as PyTorch describes them."""
         meta = TensorMeta(torch.Size(self._layout.shape), self.stride(), self.dtype)
-        return DTensorSpec(self._layout.mesh, self._layout.placements, tensor_meta=meta)  # type: ignore[arg-type]
+        return DTensorSpec(self._layout.mesh, self.placements, tensor_meta=meta)  # type: ignore[arg-type]
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

@@ -8,7 +8,7 @@ be saved by torch.distributed.checkpoint and loaded on any other mesh, world siz
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def _is_of_pytorch(tensor: Tensor) -> TypeGuard[TorchDTensor]:
+    """Whether it is PyTorch's own DTensor. By type: those of hp_dtensor answer `isinstance` too."""
+    return issubclass(type(tensor), TorchDTensor)
+
+
 def replicated_like(parameter: Tensor, layout: Layout | None, value: Tensor) -> Tensor:
     """`value`, the same on every rank, as a distributed tensor of the parameter's kind."""
     if layout is None:
         return value
     everywhere = [Replicate()] * len(layout.placements)
-    if isinstance(parameter, TorchDTensor):
+    if _is_of_pytorch(parameter):
         mesh = parameter.device_mesh
         return TorchDTensor.from_local(value, mesh, everywhere, run_check=False)
     return with_layout_of(value, Layout(layout.mesh, everywhere, value.shape), value)
@@ -40,7 +45,7 @@ def with_layout_of(parameter: Tensor, layout: Layout | None, local: Tensor) -> T
     """`local` as a distributed tensor of the parameter's kind and layout; plain if it is plain."""
     if layout is None:
         return local
-    if isinstance(parameter, TorchDTensor):
+    if _is_of_pytorch(parameter):
         return TorchDTensor.from_local(
             local,
             parameter.device_mesh,
