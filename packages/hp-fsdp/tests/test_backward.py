@@ -139,9 +139,9 @@ def test_backward_never_waits_for_the_slow_tier_before_the_settlement():
     def body(rank):
         topology = Topology.from_hosts(["a", "a", "b", "b"])
         ways = ("plain", "checkpointed", "called twice", "frozen", "inputs without gradient")
-        policies = ("per_parameter", "shared_buffer")
+        policies, mesh = ("per_parameter", "shared_buffer"), hsdp()
         for how, policy in itertools.product(ways, policies):
-            model = sharded(how, hsdp(), comm_policy=policy)
+            model = sharded(how, mesh, comm_policy=policy)
             for _ in range(2):
                 with ledger() as log:
                     step(model, rank)

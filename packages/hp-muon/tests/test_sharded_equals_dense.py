@@ -366,7 +366,7 @@ def fits(case):
 @pytest.mark.ranks
 @settings(
     deadline=None,
-    max_examples=3,
+    max_examples=2,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.generate],  # shrinking would start a group per attempt
 )

@@ -128,8 +128,8 @@ def test_thousands_of_items_are_compared_soon():
         agree("plan", value, axis)
         if rank:
             value["layers.2999"]["shape"][1] = 0
-        start = time.perf_counter()
-        return message("plan", value, axis), time.perf_counter() - start
+        start = time.process_time()
+        return message("plan", value, axis), time.process_time() - start
 
     for text, seconds in run_ranks(body, 2):
         assert "plan['layers.2999']['shape'][1]: expected 2999, found rank 1: 0" in text

@@ -127,10 +127,16 @@ def test_a_thread_without_a_ledger_writes_to_the_open_ones():
 
 
 def test_concurrent_entries_lose_nothing():
+    together = threading.Barrier(4)
+
+    def work():
+        together.wait()
+        for _ in range(200):
+            send().wait()
+        together.wait()  # the number of a thread that has ended is given again
+
     with ledger() as log:
-        threads = [
-            threading.Thread(target=lambda: [send().wait() for _ in range(200)]) for _ in range(4)
-        ]
+        threads = [threading.Thread(target=work) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

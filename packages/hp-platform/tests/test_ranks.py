@@ -197,18 +197,22 @@ def test_a_deadline_names_the_ranks_and_shows_where_they_were_stuck(monkeypatch)
     assert "test_ranks.py" in asleep
 
 
-def test_a_rank_is_missed_at_once_though_a_process_of_its_own_holds_its_pipe():
+def test_a_rank_is_missed_at_once_though_a_process_of_its_own_holds_its_pipe(tmp_path):
+    over = tmp_path / "over"
+
     def body(rank):
         all_have_started()
         if rank == 1:
             if os.fork() == 0:
-                time.sleep(100)
+                while not over.exists():
+                    time.sleep(0.1)
                 os._exit(0)
             os._exit(3)
         time.sleep(1000)
 
     with pytest.raises(RankFailure, match="ended with exit code 3 without reporting") as caught:
         run_ranks(body, 2, timeout=90)
+    over.touch()
     assert caught.value.failed == (1,)  # both, had it been missed at the deadline only
 
 
