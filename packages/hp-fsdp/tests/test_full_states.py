@@ -146,18 +146,26 @@ def test_full_states_of_model_and_optimizer_are_the_dense_ones_and_load_anywhere
 
 
 @pytest.mark.ranks
-def test_states_of_pytorch_fsdp2_load_in_memory_however_they_are_placed():
+def test_states_are_exchanged_with_pytorchs_fsdp2_in_memory_however_they_are_placed():
     def body(rank):
-        for ours in meshes():
-            for theirs in meshes():
+        alike = meshes()  # one mesh for both: `copy_` keeps to the mesh
+        for ours in alike:
+            for theirs in (*alike, *meshes()):
                 source, _ = sharded(theirs, seed=3, shard=fsdp2.fully_shard)
-                for policy, assign in (("per_parameter", True), ("shared_buffer", False)):
+                for policy, assign in (("shared_buffer", False), ("per_parameter", True)):
                     model, _ = sharded(ours, policy, seed=4)
                     model.load_state_dict(source.state_dict(), assign=assign)
                     model(torch.ones(2, 5)).sum().backward()
                     found = full_parameters(model)
                     for name, value in made(3).named_parameters():
                         assert torch.equal(found[name], value.detach())
+                    if theirs is ours and policy == "per_parameter":
+                        weights = model[0].weight, source[0].weight
+                        with torch.no_grad():
+                            weights[0].copy_(2 * weights[1])
+                        assert torch.equal(weights[0].full_tensor(), 2 * found["0.weight"])
+                        source.load_state_dict(model.state_dict())
+                        assert torch.equal(weights[1].full_tensor(), 2 * found["0.weight"])
 
     run_ranks(body, 4, timeout=120)
 

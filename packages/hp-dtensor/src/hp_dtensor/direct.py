@@ -12,9 +12,11 @@ from torch import Tensor
 
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.foreach import foreach, is_foreach, unscale
+from hp_dtensor.layout import layout_of
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.recipe import words
 from hp_dtensor.scalars import are_mixed_scalars, stack_scalars
+from hp_dtensor.torch_kind import as_torch_dtensor, is_torch_dtensor
 
 Handler = Callable[..., Any]
 
@@ -127,12 +129,28 @@ def _grad(
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
+    # A gradient that is differentiated again has its own gradient laid out as the value.
     return tuple(
-        DTensor._of(gradient, end.grad_layout)
+        DTensor._of(gradient, end._layout.of_dual if create_graph else end.grad_layout)
         if isinstance(end, DTensor) and gradient is not None
         else gradient
         for gradient, end in zip(gradients, ends)
     )
+
+
+def _copy(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
+    """`copy_` between a DTensor and one of PyTorch's, as loaders for FSDP2 write it."""
+    from hp_dtensor.dtensor import DTensor
+
+    if is_torch_dtensor(target):
+        theirs = as_torch_dtensor(source)  # outside the graph
+        if theirs is not None and not (torch.is_grad_enabled() and source.requires_grad):
+            return target.copy_(theirs, *args, **kwargs)
+    elif is_torch_dtensor(source):
+        layout = layout_of(source)
+        assert layout is not None
+        source = DTensor.of_layout(source.to_local(), layout)
+    return dispatch(torch.Tensor.copy_, (target, source, *args), kwargs)
 
 
 def _stack(*args: Any, **kwargs: Any) -> Any:
@@ -170,6 +188,7 @@ def _handlers() -> Mapping[Any, Handler]:
     table[torch._has_compatible_shallow_copy_type] = _compatible
     table[torch.autograd.grad] = _grad
     table[torch.stack] = _stack
+    table[torch.Tensor.copy_] = _copy
     table[torch._amp_foreach_non_finite_check_and_unscale_] = unscale
     return MappingProxyType(table)
 
