@@ -30,7 +30,7 @@ from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.table import named, rule_for
 from hp_dtensor.testing.dense_comparison import DenseCall
 
-SHARES = 4
+SHARES = 6
 """Into so many tests the examples of all functions are divided, each below the time limit."""
 PAGE = Path(__file__).parents[3] / "docs" / "operators.md"
 

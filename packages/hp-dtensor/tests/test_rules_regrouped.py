@@ -59,6 +59,10 @@ ALONG: tuple[Callable[[Any], Any], ...] = (
     lambda x: x.diagonal(),
     lambda x: F.pad(x[None], (1, 2), mode="reflect"),
     lambda x: x.softmax(1),
+    lambda x: torch.cat((-x[:, 3:], x[:, :3]), 1),  # rotary halves
+    lambda x: torch.cat((x[:, 2:], x[:, :2]), 1),
+    lambda x: x.nonzero(),
+    lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"),
 )
 
 
@@ -96,13 +100,21 @@ def test_each_way_is_one_all_to_all_of_the_ranks_own_part() -> None:
     run_lockstep(body, {"tp": 2})
 
     def real() -> list[tuple[str, int]]:
+        """The lengths of the two dims are 4 and 6, of float32."""
         mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         x = DTensor.of_layout(torch.rand(4, 3), Layout(mesh, [Shard(1)], (4, 6)))
+        kernel = DTensor.of_layout(torch.rand(4, 1, 3), Layout(mesh, [Replicate()], (4, 1, 3)))
         with ledger() as log:
             x.flip(1)
+            F.conv1d(x, kernel, padding=1, groups=4)
         return [(record.operation, record.bytes) for record in log.records]
 
-    assert run_ranks(real, 2)[0] == [("all_to_all", 48)] * 2
+    assert run_ranks(real, 2)[0] == [("all_to_all", 48)] * 2 + [("all_gather", 32)] * 2
+
+
+def written(x: Any, mask: Any, values: Any) -> Any:
+    x[mask] = values
+    return x
 
 
 SELECTIONS: tuple[Callable[[Any, Any], Any], ...] = (
@@ -112,6 +124,8 @@ SELECTIONS: tuple[Callable[[Any, Any], Any], ...] = (
     lambda x, m: torch.where(m, x, 0.0),
     lambda x, m: x.masked_fill(m, -1.0),
     lambda x, m: (x * 1).masked_fill_(m, -1.0),
+    lambda x, m: x.masked_scatter(m, x * 2),
+    lambda x, m: written(x * 1, m, x[m] * 2),
 )
 
 
@@ -125,9 +139,10 @@ def test_a_mask_may_be_cut_otherwise_than_what_it_selects_from() -> None:
 
 def test_a_mask_of_rows_or_of_nothing_selects_rows() -> None:
     for mask in (X[:, 0] > 0, torch.zeros(5, dtype=torch.bool)):
-        call = DenseCall.of(lambda x, m: x[m], [X, mask])
         pairs = [[on(kind), on(Shard(0), (5,))] for kind in (*KINDS, Replicate())]
-        assert compare_simulated(call, {"tp": 3}, pairs) == [None] * len(pairs)
+        for function in (lambda x, m: x[m], lambda x, m: written(x * 1, m, x[0] * 2)):
+            call = DenseCall.of(function, [X, mask])
+            assert compare_simulated(call, {"tp": 3}, pairs) == [None] * len(pairs)
 
 
 def test_rows_that_a_mask_selects_stay_where_they_are() -> None:
@@ -162,6 +177,21 @@ def test_a_rank_without_elements_takes_part_in_the_gradient_of_a_largest_element
         assert compare_simulated(call, {"tp": 3}, [empty]) == [None]
 
 
+def test_convolutions_along_a_cut_length_get_what_lies_beside() -> None:
+    """Causal ones keep the cut, with padding in the convolution or before it."""
+    image, filters = integers((2, 2, 13)), integers((2, 1, 4), 1)
+    for function in (
+        lambda x, w: F.conv1d(x, w, padding=3, groups=2)[..., :13] * x,
+        lambda x, w: F.conv1d(F.pad(x, (3, 0)), w, groups=2) * x,
+        lambda x, w: F.conv1d(x, w, stride=2, padding=2, groups=2),
+        lambda x, w: F.conv_transpose1d(x, w),
+    ):
+        call = DenseCall.of(function, [image, filters])
+        kinds = (Shard(2), RaggedShard((2,), (1, 12, 0)), StridedShard(2, 2))
+        layouts = [[on(kind, (2, 2, 13)), on(Replicate(), (2, 1, 4))] for kind in kinds]
+        assert compare_simulated(call, {"tp": 3}, layouts)[:2] == [None, None]
+
+
 def test_a_rank_without_channels_adds_the_bias_once() -> None:
     image, filters, bias = integers((2, 2, 6)), integers((4, 2, 3), 1), integers((4,), 2)
     call = DenseCall.of(F.conv1d, [image, filters, bias])
@@ -194,6 +224,7 @@ TWICE: tuple[Callable[[Any, Any], Any], ...] = (
     lambda x, y: x.softmax(1) * y,
     lambda x, y: F.linear(x, y) ** 2,
     lambda x, y: (x * y)[[0, 3]] ** 3,
+    lambda x, y: (x**3).amax(1, keepdim=True) * y + (x**3).topk(2, 1).values[:, :1],
 )
 
 

@@ -12,6 +12,8 @@ from dtensor_checks import integers
 from torch import Tensor
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.layout import Layout
+from hp_dtensor.placements import Partial, Replicate, Shard
 from hp_dtensor.rules.table import rule_for
 from hp_dtensor.testing import RuleReport, check_rule
 from hp_platform.testing import run_ranks
@@ -45,6 +47,14 @@ def fails_on_parts(x: Tensor) -> Tensor:
     return x * 1
 
 
+def mean_of_means(x: Tensor) -> Tensor:
+    """Right where every rank has equally many rows."""
+    if not isinstance(x, DTensor) or x.placements != (Shard(0),):
+        return x.mean(0)
+    own = Layout(x.device_mesh, [Partial("avg")], x.shape[1:])
+    return DTensor.of_layout(x.to_local().mean(0), own).redistribute(placements=[Replicate()])
+
+
 def not_distributed(x: Tensor) -> Tensor:
     return x.to_local() if isinstance(x, DTensor) else x * 1
 
@@ -54,7 +64,7 @@ def rows_of_one_rank(x: Tensor) -> int:
 
 
 def test_an_operator_is_run_over_all_layouts_and_refusals_are_counted() -> None:
-    report = check_rule(F.linear, (integers((4, 5)), integers((2, 5), 1)))
+    report = check_rule(F.linear, (integers((4, 5)), integers((2, 5), 1)), world_size=2)
     # R, R with gradient P, P, S(0), S(1) of two arguments.
     assert report.accepted + report.refused == 25
     assert report.accepted >= 20
@@ -67,7 +77,7 @@ def test_plain_values_lists_and_several_outputs_are_arguments_and_results() -> N
         joined = torch.cat(parts, dim)
         return *joined.split(3, dim), joined.shape[0]
 
-    report = check_rule(split_of_both, ([integers((4, 5)), integers((4, 1), 1)], 1))
+    report = check_rule(split_of_both, ([integers((4, 5)), integers((4, 1), 1)], 1), world_size=2)
     assert report.accepted >= 4
 
 
@@ -96,6 +106,11 @@ def test_the_example_that_fails_is_named() -> None:
         )
 
 
+def test_shards_that_are_uneven_on_other_ranks_only_are_tried() -> None:
+    with pytest.raises(AssertionError, match=r"mean_of_means, example 0, .*S\(0\)\) on tp=3"):
+        check_rule(mean_of_means, (integers((4, 3)),))
+
+
 def test_in_a_process_group_all_ranks_report_and_raise_alike() -> None:
     def body() -> tuple[RuleReport, str]:
         report = check_rule(torch.mul, (integers((4, 5)), integers((5,), 1)))
@@ -118,12 +133,15 @@ def test_four_ranks_are_also_two_axes_of_two() -> None:
 
 def test_more_layouts_than_the_limit_are_sampled() -> None:
     report = check_rule(torch.add, (integers((4, 5)), integers((4, 5), 1)), max_layouts=7)
-    assert report.accepted + report.refused == 7
+    # Seven on two ranks, and seven on three, which share four rows unequally.
+    assert report.accepted + report.refused == 14
     assert report.accepted > 0
 
 
 def test_indices_that_are_a_pending_sum_are_refused_by_a_lookup() -> None:
-    report = check_rule(F.embedding, (torch.tensor([[0, 3], [4, 1]]), integers((5, 3))))
+    report = check_rule(
+        F.embedding, (torch.tensor([[0, 3], [4, 1]]), integers((5, 3))), world_size=2
+    )
     assert report.first_refusal is not None
     assert "the indices are a pending sum" in report.first_refusal
     assert report.accepted > 5

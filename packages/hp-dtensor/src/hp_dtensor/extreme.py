@@ -2,7 +2,7 @@
 
 Which rank's value won depends on the values, so there is no adjoint that a transition could
 compile. The gradient goes to the ranks whose value is the extreme; ranks that tie share it
-equally, as elements do in `torch.amax`. It is defined once, not twice.
+equally, as elements do in `torch.amax`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Partial, Placement, Replicate, is_partial
-from hp_dtensor.rules.along import carried
+from hp_dtensor.rules.along import carried, to_summands
 from hp_dtensor.transition import Transition
 from hp_platform.ledger import Origin
 
@@ -36,9 +36,9 @@ def finish(transition: Transition, local: Tensor, origin: Origin) -> Tensor:
     ties = (local.detach() == value).to(local.dtype)
     counting = Transition.compile(_with(source, Partial()), finished)
     share = ties / counting.run_forward(ties, origin=origin)
-    return Transition.compile(finished, transition.target).apply(
-        carried(value, local * share), origin=origin
-    )
+    axes = [axis for axis, p in enumerate(source.placements) if is_extreme(p)]
+    found = carried(value, local * share, "redistribute", to_summands(finished, axes))
+    return Transition.compile(finished, transition.target).apply(found, origin=origin)
 
 
 def _with(layout: Layout, instead: Placement) -> Layout:

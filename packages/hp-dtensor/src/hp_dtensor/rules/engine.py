@@ -28,7 +28,12 @@ from hp_dtensor.placements import (
 )
 from hp_dtensor.rules.cut import Cut, chunk_sizes, followed
 from hp_dtensor.rules.pattern import Dim, Pattern, parse
-from hp_dtensor.rules.refusal import OperatorError, operator_error, show
+from hp_dtensor.rules.refusal import (
+    OperatorError,
+    operator_error,
+    remedy_of_conflict,
+    show,
+)
 
 __all__ = [
     "PARTIAL",
@@ -469,15 +474,10 @@ class _Solver:
         return operator_error(self.operator, what, self.given, self.names, remedy)
 
     def conflict(self, axis: int, what: str) -> OperatorError:
-        placed = ", ".join(
-            f"{name} {describe(layout.placements[axis])}"
-            for name, layout in zip(self.names, self.given)
-        )
-        return self.error(
-            f"on mesh axis {self.axis_names[axis]!r} the operands {what} ({placed})",
-            "redistribute the operand that is wrong before the operator "
-            f"(pattern {self.pattern.text!r})",
-        )
+        given = [layout.placements[axis] for layout in self.given]
+        placed = ", ".join(f"{name} {describe(p)}" for name, p in zip(self.names, given))
+        text = f"on mesh axis {self.axis_names[axis]!r} the operands {what} ({placed})"
+        return self.error(text, remedy_of_conflict(given, self.pattern.text))
 
     def uneven(self, operand: int | None, axis: int, letter: str, ways: int) -> OperatorError:
         where = "" if operand is None else f" of {self.names[operand]}"

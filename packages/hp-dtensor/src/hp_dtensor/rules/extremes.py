@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from hp_dtensor.layout import Layout
-from hp_dtensor.rules.along import Along, carried
+from hp_dtensor.rules.along import Along, carried, to_summands
 from hp_dtensor.rules.dims import dims_of, letters, one_dim
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.lookups import OwnDim
 from hp_dtensor.rules.own_part import own_coordinate
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 from hp_dtensor.rules.reduction import reduced_over
+from hp_dtensor.transition import Transition
 
 _COMBINES = "the ranks' extremes gathered"
 
@@ -54,15 +55,21 @@ def _extreme_value(call: Call, *, largest: bool) -> Recipe:
     if not over.axes:
         return Recipe((over.needed,), over.output)
     along = Along(over.needed, over.axes, call.operator)
+    summed = to_summands(over.output, over.axes)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
-        return _value(args[0], dims, keepdim, largest, along)
+        return _value(args[0], dims, keepdim, largest, along, summed)
 
     return Recipe((over.needed,), over.output, run, communicates=_COMBINES)
 
 
 def _value(
-    local: Tensor, dims: tuple[int, ...], keepdim: bool, largest: bool, along: Along
+    local: Tensor,
+    dims: tuple[int, ...],
+    keepdim: bool,
+    largest: bool,
+    along: Along,
+    summed: Transition,
 ) -> Tensor:
     filled = _filled(local, dims, largest)
     own = filled.detach()
@@ -75,7 +82,7 @@ def _value(
     ties = filled.detach() == found
     count = along.reduce(ties.sum(dims, keepdim=True).to(local.dtype), "sum")
     carrier = (filled * (ties / count)).sum(dims, keepdim=keepdim)
-    return carried(value, carrier)
+    return carried(value, carrier, along.operator, summed)
 
 
 def _max_or_min(call: Call, *, largest: bool) -> Recipe:
@@ -118,12 +125,13 @@ def _with_index(call: Call, *, largest: bool) -> Recipe:
         return Recipe((over.needed,), outputs)
     along, layout = Along(over.needed, over.axes, call.operator), over.needed
     held = _held(layout, dim)
+    summed = to_summands(reduced_over(call, (dim,), True).output, over.axes)
     kind = torch.return_types.max if largest else torch.return_types.min
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         value, index, own, mine = _first(args[0], dim, largest, held, along)
         carrier = torch.where(mine, own, torch.zeros_like(own))
-        value = carried(value, carrier)
+        value = carried(value, carrier, call.operator, summed)
         return kind((value, index) if keepdim else (value.squeeze(dim), index.squeeze(dim)))
 
     return Recipe((over.needed,), outputs, run, communicates=_COMBINES)
@@ -203,6 +211,7 @@ def _topk(call: Call) -> Recipe:
         return Recipe((over.needed,), outputs)
     along, own = Along(over.needed, over.axes, call.operator), OwnDim(over.needed, dim)
     held, largest = _held(over.needed, dim), call.get("largest", True)
+    summed = to_summands(made.outputs[0], over.axes)
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         local = args[0]
@@ -229,7 +238,7 @@ def _topk(call: Call) -> Recipe:
             else:
                 assert mine is not None
                 carrier = local.gather(dim, position).masked_fill(~mine, 0)
-            value = carried(value, carrier)
+            value = carried(value, carrier, call.operator, summed)
         return torch.return_types.topk((value, index))
 
     return Recipe((over.needed,), outputs, run, communicates="the ranks' k largest gathered")

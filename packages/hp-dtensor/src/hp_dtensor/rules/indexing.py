@@ -13,6 +13,7 @@ from torch import Tensor
 from hp_dtensor.rules.dims import letters, one_dim
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.lookups import OwnDim, landed, looked_up, with_slots
+from hp_dtensor.rules.mask_writes import check_same_dtype, value_letters, write_rows
 from hp_dtensor.rules.masks import selection_by, with_lists
 from hp_dtensor.rules.own_part import own_indices
 from hp_dtensor.rules.parts import Selection
@@ -281,6 +282,12 @@ def _setitem(call: Call) -> Recipe | None:
         return _write_masked(call, mask, value)
     if _is_everywhere(call):
         return None
+    if mask is not None:
+        check_same_dtype(call, value)
+        same = value_letters(call, len(mask.shape), value.shape)
+        if same is None:
+            return Recipe(None, None, composite=write_rows)
+        return _write_masked(call, mask, value, same)
     _refuse_masks(call, items)
     if not all(_is_by_tensor(item) or item == slice(None) or item is Ellipsis for item in items):
         raise call.error(
@@ -291,13 +298,13 @@ def _setitem(call: Call) -> Recipe | None:
     return _write_at(call, at, value, front=front, accumulate=False)
 
 
-def _write_masked(call: Call, mask: Operand, value: Any) -> Recipe:
-    """One value where a mask of the leading dims is set."""
+def _write_masked(call: Call, mask: Operand, value: Any, same: str = "") -> Recipe:
+    """One value where a mask of the leading dims is set, of the dims that `same` names."""
     names = letters(len(call.input.shape))
     if tuple(mask.shape) != call.input.shape[: len(mask.shape)]:
         raise call.error(f"the mask has shape {mask.shape}", "give it the leading dims' sizes")
     parts = [" ".join(names), " ".join(names[: len(mask.shape)])]
-    parts += [""] if isinstance(value, Operand) else []
+    parts += [same] if isinstance(value, Operand) else []
     derivation = derive(
         call.operator,
         parse(f"{', '.join(parts)} -> {' '.join(names)}", linear=False),
@@ -309,8 +316,12 @@ def _write_masked(call: Call, mask: Operand, value: Any) -> Recipe:
         local, where = args[0], args[1]
         where = where[0] if isinstance(where, tuple) else where
         aligned = where.view(*where.shape, *[1] * (local.ndim - where.ndim))
-        result: Tensor = local.masked_fill_(aligned, args[2])
-        return result
+        given = args[2]
+        if not isinstance(given, Tensor) or not given.ndim:
+            result: Tensor = local.masked_fill_(aligned, given)
+            return result
+        given = given[0] if same.startswith("1") else given
+        return local.copy_(torch.where(aligned, given, local))
 
     first, *rest = derivation.operands
     return Recipe((first, *rest), derivation.outputs[0], run)

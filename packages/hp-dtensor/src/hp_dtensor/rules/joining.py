@@ -1,125 +1,30 @@
-"""Rules of operators that join, repeat, pad or reorder along a dim.
-
-Tensors joined along a dim that all of them cut alike need no communication: every rank joins its
-own parts, and the result is cut in sections, one per tensor (`SectionedShard`).
-"""
+"""Rules of operators that stack, repeat, pad or reorder along a dim; `cat` has its own module."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attrs import evolve
 from torch import Tensor
 
-from hp_dtensor.layout import Layout
 from hp_dtensor.placements import (
     Placement,
     RaggedShard,
-    Replicate,
-    SectionedShard,
     Shard,
-    StridedShard,
     describe,
-    sharded_dims,
 )
+from hp_dtensor.rules.concatenation import cat, with_placed, without_axes
 from hp_dtensor.rules.dims import bracketed, dims_of, letters, one_dim
-from hp_dtensor.rules.engine import chunk_sizes, derive, parse
+from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.own_part import of_nothing, own_coordinate, own_indices, own_shape
-from hp_dtensor.rules.parts import cutting_axes
+from hp_dtensor.rules.parts import cutting_axes, placed_in_order, shares_in_order
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule
 from hp_dtensor.rules.regrouped import on_whole
 
 # -- joining ---------------------------------------------------------------------------------------
-
-
-def _cat(call: Call) -> Recipe:
-    tensors = list(call.get("tensors"))
-    if not all(isinstance(tensor, Operand) for tensor in tensors):
-        raise call.error("every tensor joined must be a DTensor", "wrap the others")
-    ndim = max(len(tensor.shape) for tensor in tensors)
-    given = call.get("dim", call.get("axis"))
-    (dim,) = (0,) if given is None else _dims(call, given, ndim)
-    # PyTorch joins a tensor of shape (0,) to any other: caches begin with one.
-    void = [ndim > 1 and tuple(tensor.shape) == (0,) for tensor in tensors]
-    if not any(void):
-        return _cat_equal(call, tensors, dim)
-    recipe = _cat_equal(call, [t for t, empty in zip(tensors, void) if not empty], dim)
-    rest = iter(recipe.operands or ())
-    return evolve(recipe, operands=tuple(None if empty else next(rest) for empty in void))
-
-
-def _cat_equal(call: Call, tensors: Sequence[Operand], dim: int) -> Recipe:
-    ndim = max(len(tensor.shape) for tensor in tensors)
-    if any(len(tensor.shape) != ndim for tensor in tensors):
-        raise call.error("tensors joined must have equally many dims", "unsqueeze the others")
-    cut = {axis for tensor in tensors for axis in cutting_axes(tensor.layout, dim)}
-    names = letters(ndim)
-    parts = [
-        " ".join(f"[c{i}]" if k == dim else name for k, name in enumerate(names))
-        for i in range(len(tensors))
-    ]
-    sizes = {"c": sum(tensor.shape[dim] for tensor in tensors)}
-    out = bracketed([*names[:dim], "c", *names[dim + 1 :]], {dim})
-    layouts = [_without(tensor.layout, cut) for tensor in tensors]
-    pattern = parse(f"{' + '.join(parts)} -> {out}")
-    derivation = derive(call.operator, pattern, layouts, sizes=sizes)
-    if not cut:
-        return Recipe(derivation.operands, derivation.outputs[0])
-    joined = {axis: _sections(call, tensors, dim, axis) for axis in sorted(cut)}
-    same = {axis: [tensor.layout.placements[axis] for tensor in tensors] for axis in sorted(cut)}
-    operands = [
-        _with(layout, {axis: placements[i] for axis, placements in same.items()})
-        for i, layout in enumerate(derivation.operands)
-    ]
-    return Recipe(tuple(operands), _with(derivation.outputs[0], joined))
-
-
-def _dims(call: Call, given: Any, ndim: int) -> tuple[int, ...]:
-    if not -ndim <= given < ndim:
-        raise call.error(f"dim {given} is out of range for tensors of {ndim} dims")
-    return (given % ndim,)
-
-
-def _without(layout: Layout, axes: set[int]) -> Layout:
-    return _with(layout, dict.fromkeys(axes, Replicate()))
-
-
-def _with(layout: Layout, chosen: Mapping[int, Placement]) -> Layout:
-    values = [chosen.get(axis, p) for axis, p in enumerate(layout.placements)]
-    grads = [chosen.get(axis, p) for axis, p in enumerate(layout.grad_placements)]
-    return Layout(layout.mesh, values, layout.shape, grads)
-
-
-def _sections(call: Call, tensors: Sequence[Operand], dim: int, axis: int) -> Placement:
-    """The cut of the joined dim along one axis that cuts it in every tensor."""
-    sections: list[int] = []
-    name = tensors[0].layout.abstract_mesh.axis_names[axis]
-    for tensor in tensors:
-        placement, size = tensor.layout.placements[axis], tensor.shape[dim]
-        if sharded_dims(placement) != (dim,):
-            raise call.error(
-                f"on mesh axis {name!r} dim {dim} is cut in some of the tensors joined along it "
-                "and not in others",
-                f"redistribute all of them to Shard({dim}), or all to Replicate()",
-            )
-        if isinstance(placement, Shard):
-            sections.append(size)
-        elif isinstance(placement, SectionedShard):
-            sections += placement.sections
-        elif isinstance(placement, StridedShard) and size % placement.split_factor == 0:
-            sections += [size // placement.split_factor] * placement.split_factor
-        else:
-            raise call.error(
-                f"on mesh axis {name!r} dim {dim} is placed {describe(placement)}, and no "
-                "placement describes what joining along it gives",
-                f"redistribute the tensors to Shard({dim}) first",
-            )
-    return SectionedShard(dim, sections)
 
 
 def _stack(call: Call) -> Recipe:
@@ -222,7 +127,7 @@ def _pad(call: Call) -> Recipe:
     left = bracketed(names, set(changed))
     right = " ".join(f"[p{i}]" if i in changed else name for i, name in enumerate(names))
     linear = mode != "constant" or not value
-    source = _without(call.input.layout, set(ends))
+    source = without_axes(call.input.layout, set(ends))
     derivation = derive(
         call.operator, parse(f"{left} -> {right}", linear=linear), [source], sizes=sizes
     )
@@ -236,10 +141,12 @@ def _pad(call: Call) -> Recipe:
             return found
 
         return Recipe(derivation.operands, made, None if mode == "constant" else run_whole)
-    needed = _with(
+    needed = with_placed(
         derivation.operands[0], {axis: call.input.layout.placements[axis] for axis in ends}
     )
-    output = _with(derivation.outputs[0], {axis: placed for axis, (_, placed) in ends.items()})
+    output = with_placed(
+        derivation.outputs[0], {axis: placed for axis, (_, placed) in ends.items()}
+    )
     coordinate = own_coordinate(needed)
     sizes_of_axes = needed.abstract_mesh.sizes
     own = list(amounts) + [0] * (2 * ndim - len(amounts))
@@ -265,17 +172,10 @@ def _padded_shares(call: Call, dim: int, axis: int, amount: tuple[int, int]) -> 
             "padding it gives",
             "redistribute that dim to Replicate() first",
         )
-    if isinstance(placement, RaggedShard):
-        unit = size // sum(placement.local_units)
-        counts = [unit * units for units in placement.local_units]
-    else:
-        counts = list(chunk_sizes(size, ways))
+    counts = list(shares_in_order(placement, size, ways))
     counts[0] += amount[0]
     counts[-1] += amount[1]
-    if tuple(counts) == chunk_sizes(sum(counts), ways):
-        return Shard(dim)
-    divisor = math.gcd(*counts)
-    return RaggedShard((dim,), [count // divisor for count in counts])
+    return placed_in_order(dim, counts)
 
 
 # -- reordering ------------------------------------------------------------------------------------
@@ -344,7 +244,7 @@ def _triangle(call: Call) -> Recipe:
 def rules() -> Mapping[str, Rule]:
     found: dict[str, Rule] = {}
     for name in ("cat", "concat", "concatenate"):
-        found[name] = Rule(name, _cat, ("tensors", "dim"))
+        found[name] = Rule(name, cat, ("tensors", "dim"))
     found["stack"] = Rule("stack", _stack, ("tensors", "dim"))
     for name in (*_JOINED, "row_stack"):
         found[name] = Rule(name, _joined, ("tensors",))

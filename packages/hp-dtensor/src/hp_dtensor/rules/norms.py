@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import is_sharding
-from hp_dtensor.rules.along import Along, carried
+from hp_dtensor.rules.along import Along, carried, to_summands
 from hp_dtensor.rules.dims import dims_of
 from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.reduction import reduced_over, settled
@@ -65,6 +65,8 @@ def _norm(call: Call) -> Recipe:
     if not over.axes:
         return Recipe((over.needed,), over.output)
     along = Along(layout, over.axes, call.operator)
+    linear = math.isinf(order) or order == 1
+    summed = to_summands(over.output, over.axes) if linear else None
     dtype = call.get("dtype")
 
     def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
@@ -75,7 +77,8 @@ def _norm(call: Call) -> Recipe:
         norm = finished_norm(total, order)
         if not (local.requires_grad and torch.is_grad_enabled()):
             return norm
-        return carried(norm, _carrier(local, part, norm, order, gone, keepdim, along))
+        carrier = _carrier(local, part, norm, order, gone, keepdim, along)
+        return carried(norm, carrier, call.operator, summed)
 
     return Recipe((over.needed,), over.output, run, communicates="a sum over the cut dims")
 
@@ -148,7 +151,8 @@ def _of_everything(call: Call, needed: Layout, order: float) -> Recipe:
         if math.isinf(order) and local.requires_grad and torch.is_grad_enabled():
             norm = along.reduce(part, "max" if order > 0 else "min")
             dims = tuple(range(local.ndim))
-            return carried(norm, _carrier(local, part, norm, order, dims, False, along))
+            carrier = _carrier(local, part, norm, order, dims, False, along)
+            return carried(norm, carrier, call.operator, to_summands(target, axes))
         return finished_norm(transition.apply(part), order)
 
     # Each rank's gradient reaches its own elements only, and the sum is made above: the norm is

@@ -26,6 +26,7 @@ from hp_dtensor.placements import (
     StridedShard,
     sharded_dims,
 )
+from hp_dtensor.rules.cut import chunk_sizes
 from hp_dtensor.rules.own_part import own_coordinate
 
 
@@ -162,6 +163,22 @@ def _shares(axis: int, axes: Sequence[int], counts: dict[tuple[int, ...], int]) 
 
 def _first(axis: int, counts: dict[tuple[int, ...], int]) -> int:
     return min((coord[axis] for coord, count in counts.items() if count), default=0)
+
+
+def shares_in_order(placement: Shard | RaggedShard, size: int, ways: int) -> tuple[int, ...]:
+    """How many elements of a dim of `size` each rank of an axis holds, in order."""
+    if isinstance(placement, RaggedShard):
+        total = sum(placement.local_units)
+        return tuple(size * units // total for units in placement.local_units)
+    return chunk_sizes(size, ways)
+
+
+def placed_in_order(dim: int, counts: Sequence[int]) -> Placement:
+    """The placement by which each rank holds `counts` elements of a dim, in order."""
+    divisor = math.gcd(*counts)
+    if not divisor or tuple(counts) == chunk_sizes(sum(counts), len(counts)):
+        return Shard(dim)
+    return RaggedShard((dim,), [count // divisor for count in counts])
 
 
 def own_positions(layout: Layout, dim: int, selection: Selection) -> tuple[Tensor, Tensor]:

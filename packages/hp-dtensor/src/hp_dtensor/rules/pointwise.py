@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Placement, is_sharding
+from hp_dtensor.rules.by_value import on_gathered
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 
@@ -118,7 +119,7 @@ def _identical(call: Call, layouts: list[Layout]) -> Recipe:
 def _where(call: Call) -> Recipe | None:
     """With the condition alone it lists positions, whose number depends on values."""
     if "other" not in call.arguments:
-        return None
+        return on_gathered(call, torch.where, truth=True)
     return pointwise(call, linear=False)
 
 

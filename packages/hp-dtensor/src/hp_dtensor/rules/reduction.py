@@ -178,7 +178,7 @@ def _prod(call: Call) -> Recipe:
         parts = along.gather(own)
         mine = along.place
         others = torch.cat([parts[:mine], parts[mine + 1 :]]).prod(0)
-        return carried(parts.prod(0), own * others)
+        return carried(parts.prod(0), own * others, call.operator)
 
     return Recipe((over.needed,), over.output, run, communicates="the ranks' products gathered")
 
@@ -234,10 +234,10 @@ def _spread(call: Call) -> Recipe:
             spread = spread.sqrt()
             slope = torch.where(spread == 0, torch.zeros_like(spread), 0.5 / spread)
             carrier = carrier * slope
-        spread = carried(spread, carrier)
+        spread = carried(spread, carrier, call.operator)
         if not asked.mean:
             return spread
-        average = carried(mean, share)
+        average = carried(mean, share, call.operator)
         return spread, average if asked.keepdim else average.squeeze(asked.dims)
 
     return Recipe((over.needed,), outputs, run, communicates="sums over the cut dims")

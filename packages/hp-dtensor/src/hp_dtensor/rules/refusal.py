@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.layout import Layout
-from hp_dtensor.placements import describe
+from hp_dtensor.placements import Placement, RaggedShard, describe
 from hp_platform.errors import HPError
 
 
@@ -30,6 +30,22 @@ def operator_error(
     operands = "; ".join(f"{name}: {show(layout)}" for name, layout in zip(names, layouts))
     text = f"{operator}: {what}. Operands: {operands or 'none'}."
     return OperatorError(f"{text} Remedy: {remedy}." if remedy else text)
+
+
+def remedy_of_conflict(placements: Sequence[Placement], pattern: str) -> str:
+    """What to do where operands are cut in ways that do not fit together."""
+    ragged = [p for p in placements if isinstance(p, RaggedShard) and len(p.dims) == 1]
+    if len(ragged) > 1 and len({p.dims for p in ragged}) == 1:
+        (dim,) = ragged[0].dims
+        return (
+            "where they are slices of one tensor, cut that in sections, "
+            f"SectionedShard({dim}, sizes of the slices), so that each rank has its part of every "
+            f"slice, or redistribute each slice to Shard({dim})"
+        )
+    return (
+        "redistribute the operand that is wrong before the operator, to the cut of the others or "
+        f"to Replicate() (pattern {pattern!r})"
+    )
 
 
 def show(layout: Layout) -> str:

@@ -44,7 +44,7 @@ def on_whole(
     axes = axes_cutting(layout, dims)
     if not axes or call.inplace:
         return rule(call)  # what is written in place cannot move: the rule's own refusal
-    inner = _with_others_cut(layout, dims, axes, returns)
+    inner = with_others_cut(layout, dims, axes, returns)
     made = rule(_on_layout(call, inner))
     assert made.operands is not None
     single = isinstance(made.outputs, Layout)
@@ -70,7 +70,7 @@ def on_whole(
     )
 
 
-def _with_others_cut(
+def with_others_cut(
     layout: Layout, dims: Sequence[int], axes: Sequence[int], returns: bool
 ) -> Layout:
     """The layout with `dims` whole: other dims cut in their place, as evenly as there are any."""

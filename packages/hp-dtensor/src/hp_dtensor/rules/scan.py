@@ -7,18 +7,15 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import Partial, Placement, Replicate
 
-from hp_dtensor.layout import Layout
 from hp_dtensor.placements import RaggedShard, Shard
-from hp_dtensor.rules.along import axes_cutting
+from hp_dtensor.rules.along import axes_cutting, to_everyone
 from hp_dtensor.rules.dims import bracketed, letters, one_dim
 from hp_dtensor.rules.engine import derive, parse
 from hp_dtensor.rules.joining import reordered
 from hp_dtensor.rules.own_part import of_nothing, own_coordinate, own_shape
 from hp_dtensor.rules.recipe import Call, Recipe, Rule, words
 from hp_dtensor.rules.regrouped import on_whole
-from hp_dtensor.transition import Transition
 
 
 def _cumsum(call: Call) -> Recipe:
@@ -34,7 +31,7 @@ def _cumsum(call: Call) -> Recipe:
     assert recipe.operands is not None
     needed = recipe.operands[0]
     assert needed is not None
-    totals = _totals(needed, dim, axis)
+    totals = to_everyone(needed, dim, axis)
     place = own_coordinate(needed)[axis]
     dtype = call.get("dtype")
 
@@ -48,18 +45,6 @@ def _cumsum(call: Call) -> Recipe:
     return Recipe(
         recipe.operands, recipe.outputs, run, communicates="the totals of the ranks gathered"
     )
-
-
-def _totals(layout: Layout, dim: int, axis: int) -> Transition:
-    """From one total on each rank to all of them on every rank; each rank uses some of them."""
-    shape = list(layout.shape)
-    shape[dim] = layout.abstract_mesh.sizes[axis]
-    values: list[Placement] = list(layout.placements)
-    grads: list[Placement] = list(layout.grad_placements)
-    values[axis] = grads[axis] = Shard(dim)
-    source = Layout(layout.mesh, values, shape, grads)
-    values[axis], grads[axis] = Replicate(), Partial()
-    return Transition.compile(source, Layout(layout.mesh, values, shape, grads))
 
 
 def _along(call: Call, *, linear: bool = False, outputs: int = 1) -> Recipe:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hp_dtensor.rules.along import axes_cutting
 from hp_dtensor.rules.dims import checked_dim, dims_of, letters
@@ -195,6 +196,40 @@ def _loss(call: Call, *, composite: Callable[..., Any]) -> Recipe:
     return _whole_loss(call)
 
 
+def _linear_loss(call: Call) -> Recipe | None:
+    """`linear_cross_entropy` in two steps, unless every operand is whole, with whole gradients."""
+    layouts = call.layouts
+    if all(each.is_replicated and each.grad_placements == each.placements for each in layouts):
+        return None
+    if call.get("options") is not None:
+        raise call.error("options has no rule on sharded or partial tensors", "leave it out")
+    return Recipe(None, None, composite=_linear_cross_entropy)
+
+
+def _linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    weight: Any = None,
+    reduction: str = "mean",
+    ignore_index: int | None = None,
+    label_smoothing: float = 0.0,
+    options: None = None,
+) -> Any:
+    logits = F.linear(input, linear_weight, linear_bias)
+    ignored = -100 if ignore_index is None else ignore_index
+    return F.cross_entropy(
+        logits,
+        target,
+        weight,
+        ignore_index=ignored,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
 def _whole_loss(call: Call) -> Recipe:
     """Nothing is cut: one pattern for the layouts of gradients."""
     names = letters(len(call.input.shape))
@@ -225,6 +260,9 @@ def rules() -> Mapping[str, Rule]:
     found["logsumexp"] = Rule("logsumexp", _logsumexp, ("input", "dim", "keepdim"))
     found["cross_entropy"] = Rule(
         "cross_entropy", partial(_loss, composite=cross_entropy), (*loss, "label_smoothing")
+    )
+    found["linear_cross_entropy"] = Rule(
+        "linear_cross_entropy", _linear_loss, ("input", "linear_weight", "target")
     )
     found["nll_loss"] = Rule("nll_loss", partial(_loss, composite=nll_loss), loss)
     return found

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from hp_dtensor.rules import (
     attention,
+    by_value,
     convolution,
     creation,
     embedding,
@@ -20,6 +21,7 @@ from hp_dtensor.rules import (
     joining,
     lookups,
     losses,
+    mask_writes,
     masks,
     matrix,
     normalization,
@@ -46,6 +48,8 @@ FAMILIES = (
     indexing,
     lookups,
     masks,
+    mask_writes,
+    by_value,
     joining,
     attention,
     embedding,
@@ -77,6 +81,7 @@ NOT_MEANT: frozenset[Callable[..., Any]] = frozenset(
         torch.Tensor.__int__,
         torch.Tensor.__bool__,
         torch.Tensor.__long__,
+        torch.Tensor.__nonzero__,
     }
 )
 

@@ -7,7 +7,7 @@ processes. What is compared is the same as in `check_rule`: values, gradients, l
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -149,12 +149,20 @@ def check_simulated(
     axes that a first pass found acceptable by themselves, so that combinations are accepted too.
 
     Raises:
-        AssertionError: a result is wrong, with the layouts and the rank.
+        AssertionError: a result is wrong. Names function, layouts and rank; of the layouts the
+            simplest that still fails, with as much as can be whole or in plain chunks.
     """
     abstract = AbstractMesh.of(mesh)
     call = DenseCall.of(fn, example)
     tensors = [call.leaves[i] for i in call.tensors]
     draw = random.Random(seed)
+
+    def compared(combinations: Sequence[Sequence[Layout]]) -> list[Refused | None]:
+        try:
+            return compare_simulated(call, mesh, combinations, rtol=rtol, atol=atol)
+        except AssertionError as error:
+            told = _simplest(call, mesh, combinations, rtol, atol) or str(error)
+            raise AssertionError(f"{getattr(fn, '__name__', fn)}, {told}") from error
 
     def column(size: int) -> list[Choice]:
         return drawn_column(tensors, size, draw)
@@ -179,7 +187,7 @@ def check_simulated(
         if made is not None:
             singles.append((axis, columns[axis]))
             tried.append(made)
-    found = compare_simulated(call, mesh, tried, rtol=rtol, atol=atol)
+    found = compared(tried)
     fitting: dict[int, list[list[Choice]]] = {}
     for (axis, chosen), refusal in zip(singles, found):
         if refusal is None:
@@ -193,7 +201,59 @@ def check_simulated(
             made = layouts_of(columns)
             if made is not None:
                 tried.append(made)
-        found = compare_simulated(call, mesh, tried, rtol=rtol, atol=atol)
+        found = compared(tried)
         accepted += sum(refusal is None for refusal in found)
         refused += sum(refusal is not None for refusal in found)
     return accepted, refused
+
+
+def _simplest(
+    call: DenseCall,
+    mesh: Mapping[str, int],
+    combinations: Sequence[Sequence[Layout]],
+    rtol: float | None,
+    atol: float | None,
+) -> str | None:
+    """What is wrong with the first combination that fails, made as simple as still fails."""
+
+    def failure(layouts: Sequence[Layout]) -> str | None:
+        try:
+            compare_simulated(call, mesh, [layouts], rtol=rtol, atol=atol)
+        except AssertionError as error:
+            return str(error)
+        return None
+
+    found = next(((each, text) for each in combinations if (text := failure(each))), None)
+    if found is None:
+        return None
+    layouts, told = found
+    simpler = True
+    while simpler:
+        simpler = False
+        for candidate in _simplified(layouts):
+            text = failure(candidate)
+            if text is not None:
+                layouts, told, simpler = candidate, text, True
+                break
+    return told
+
+
+def _simplified(layouts: Sequence[Layout]) -> Iterator[list[Layout]]:
+    """The layouts with one axis of one tensor whole, or, where it is cut in another way, in
+    chunks."""
+    for i, layout in enumerate(layouts):
+        for axis, placement in enumerate(layout.placements):
+            whole = Replicate()
+            choices: list[Placement] = [whole]
+            dims = sharded_dims(placement)
+            if len(dims) == 1 and type(placement) is not Shard:
+                choices.append(Shard(dims[0]))
+            for choice in choices:
+                values, grads = list(layout.placements), list(layout.grad_placements)
+                values[axis] = grads[axis] = choice
+                try:
+                    made = layout.with_placements(values, grads)
+                except ValueError:
+                    continue
+                if made != layout:
+                    yield [*layouts[:i], made, *layouts[i + 1 :]]
