@@ -58,7 +58,7 @@ def run_as_threads(reports):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
 
 
 @pytest.mark.ranks
