@@ -12,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hp_planner
+from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout
+from hp_dtensor.meta import validate_on_meta
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.production import local_part
@@ -130,28 +132,44 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 
 def worst(made: nn.Module, found: ShardingPlan, padded: bool) -> tuple[str, float]:
-    """The largest relative error of logits and gradients, over all ranks."""
+    """The largest relative error of logits and gradients, over all ranks and both modes.
+
+    The contracts that stand for regions where nothing has values are the same ones.
+    """
+    ids = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    report = validate_on_meta(made, found, {"input_ids": ids, "labels": ids, "use_cache": False})
+    assert report.unreached == ()
     dense = copy.deepcopy(made)
     wanted = step(dense, padded)
     gradients = {name: parameter.grad for name, parameter in dense.named_parameters()}
 
-    def body(rank: int) -> tuple[str, float]:
-        mesh = init_device_mesh("cpu", found.mesh.shape, mesh_dim_names=found.mesh.axis_names)
-        mine = parallelize(copy.deepcopy(made), found, mesh)
+    def errors(mesh: Any, mode: Any) -> dict[str, float]:
+        mine = parallelize(copy.deepcopy(made), found, mesh, mode=mode)
         result = step(mine, padded)
         rows = torch.ones(BATCH, LENGTH, dtype=torch.bool)
         rows[0, :3] = not padded  # what a padded position predicts is nobody's business
-        errors = {"logits": error(result.logits[rows], wanted.logits[rows])}
+        logits = whole(result.logits)
+        size = {f"logits, {mode}": error(logits[rows], wanted.logits[rows])}
         own = dict(mine.named_parameters())
         for spec in found.parameters:
             placements, _ = spec.contract.on(found.mesh)
             layout = Layout(found.mesh, placements, spec.shape)
             part = local_part(gradients[spec.name], layout, tuple(mesh.get_coordinate()))
             gradient = own[spec.name].grad
-            errors[spec.name] = math.inf if gradient is None else error(gradient, part)
-        return max(errors.items(), key=lambda item: item[1])
+            gradient = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            size[f"{spec.name}, {mode}"] = math.inf if gradient is None else error(gradient, part)
+        return size
+
+    def body(rank: int) -> tuple[str, float]:
+        mesh = init_device_mesh("cpu", found.mesh.shape, mesh_dim_names=found.mesh.axis_names)
+        found_here = errors(mesh, "production") | errors(mesh, "validate")
+        return max(found_here.items(), key=lambda item: item[1])
 
     return max(run_ranks(body, found.mesh.world_size, timeout=100), key=lambda item: item[1])
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 # Run each time; the others add axes and options that these cover one by one.

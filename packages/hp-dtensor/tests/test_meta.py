@@ -9,7 +9,10 @@ import pytest
 import torch
 from attrs import evolve
 from dtensor_block import (
+    HEADS,
+    HIDDEN,
     WHOLE,
+    Attention,
     Tiny,
     batch,
     cut,
@@ -127,6 +130,44 @@ def test_an_opaque_region_without_like_is_run() -> None:
     outputs = [evolve(each, like="") for each in plan.boundary("layers.0.second").outputs]
     with pytest.raises(AssertionError, match="ran without values"):
         checked(with_boundary(plan, "layers.0.second", outputs=outputs), model)
+
+
+class KnowsItsHeads(Attention):
+    """Counts all heads, whatever the plan makes of its attributes."""
+
+    def forward(
+        self, x: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        return self.o(self.part(self.q(x)).flatten(2)), None
+
+    def part(self, q: Tensor) -> Tensor:
+        return q.view(q.shape[0], q.shape[1], HEADS, -1)
+
+
+class KnowsItsWidth(KnowsItsHeads):
+    def part(self, q: Tensor) -> Tensor:
+        return torch.cat([q[..., HIDDEN // 2 :], q[..., : HIDDEN // 2]], dim=-1)
+
+
+class MakesAMask(KnowsItsHeads):
+    def part(self, q: Tensor) -> Tensor:
+        return q * torch.ones(HIDDEN)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        (KnowsItsHeads, rf"view: size {HEADS} of dim 2 .* localize"),
+        (KnowsItsWidth, rf"__getitem__: {HIDDEN // 2} along dim 2 .* localize"),
+        (MakesAMask, r"mul: an operand would have to be .*redistributed"),
+    ],
+)
+def test_a_module_that_hard_codes_a_global_size_is_named(kind: Any, told: str) -> None:
+    model = Tiny()
+    model.layers[1].attention = kind(bias=False)
+    with pytest.raises(OperatorError, match=told) as error:
+        checked(like_input(tiny_plan({"tp": 2})), model)
+    assert "in module layers.1.attention" in error.value.__notes__
 
 
 class Branches(Tiny):

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from attrs import evolve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -37,10 +38,16 @@ def doubled(module, boundary, axes):
     module.register_forward_hook(lambda module, args, output: 2 * output)
 
 
+def shortened(module, boundary, axes):
+    """Hands the module more rows than arrived, and gives back fewer features."""
+    module.register_forward_pre_hook(lambda module, args: (torch.cat([args[0], args[0]]),))
+    module.register_forward_hook(lambda module, args, output: output[:1, :1])
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch):
     module = ModuleType("regions_of_this_test")
-    module.doubled = doubled
+    module.doubled, module.shortened = doubled, shortened
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
@@ -111,13 +118,20 @@ def test_the_function_works_between_entry_and_exit_of_the_boundary(mode):
     )
     two = AbstractMesh.of({"tp": 2})
     made = ShardingPlan(spec.model, two, ("tp",), spec.parameters, [summed])
+    region = Region(RegionKind.OPAQUE, function="regions_of_this_test:shortened")
+    outputs = [evolve(summed.outputs[0], like="input")]
+    unlike = evolve(made, boundaries=[evolve(summed, outputs=outputs, region=region)])
 
     def body(rank):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         mine = parallelize(whole, made, mesh, mode=mode)
         x = torch.ones(1, 2)
         if mode == "validate":
-            return mine(distribute_tensor(x, mesh, [Replicate()])).to_local().detach()
+            given = distribute_tensor(x, mesh, [Replicate()])
+            other = parallelize(model(), unlike, mesh, mode=mode)
+            with pytest.raises(ContractError, match=r"like input .*global shape \(1, 2\)"):
+                other(given)
+            return mine(given).to_local().detach()
         return mine(x).detach()
 
     whole = model()

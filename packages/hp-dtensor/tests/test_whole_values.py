@@ -8,19 +8,33 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from dtensor_block import BATCH, HIDDEN, SEQUENCE, Layer, Norm, Tiny, batch, loss_of, tiny_plan
+from dtensor_block import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    SEQUENCE,
+    Attention,
+    Layer,
+    Norm,
+    Tiny,
+    batch,
+    loss_of,
+    tiny_plan,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.equivalence import check_gradients
 from hp_dtensor.layout import Layout
+from hp_dtensor.meta import validate_on_meta
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.placements import Replicate, Shard
 from hp_dtensor.plan import ParameterSpec
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.testing.lockstep import run_lockstep
 from hp_dtensor.whole_values import WholeValues, following, unfollowed
+from hp_platform.errors import AgreementError
 
 MADE: list[Callable[[], Tensor]] = [
     lambda: torch.arange(4),
@@ -85,6 +99,19 @@ def test_a_part_of_a_dtensor_is_unknown() -> None:
     run_lockstep(body, {"tp": 2})
 
 
+class Fills(Attention):
+    """Makes tensors of ones and zeros in the size of its heads, and writes them."""
+
+    def forward(
+        self, x: Tensor, positions: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        split = (x.shape[0], x.shape[1], self.heads, HIDDEN // HEADS)
+        q, k, v = (layer(x).view(split) for layer in (self.q, self.k, self.v))
+        mixed = torch.zeros(q.shape)
+        mixed[:] = self.q_norm(q) * torch.ones(q.shape[2], 1) + torch.full(k.shape[2:], 2) * k
+        return self.o((mixed + v).flatten(2)), None
+
+
 class Makes(Tiny):
     """Makes tensors of its own in every way that is followed."""
 
@@ -94,6 +121,7 @@ class Makes(Tiny):
         nn.init.normal_(self.places.weight, generator=torch.Generator().manual_seed(2))
         self.register_buffer("scale", torch.linspace(0.5, 1, HIDDEN))
         self.shift = torch.linspace(-1, 1, HIDDEN)
+        self.layers[0].attention.__class__ = Fills
 
     def forward(
         self, ids: Tensor, labels: Tensor | None = None, offset: Tensor | None = None
@@ -135,6 +163,21 @@ def test_a_model_that_makes_its_own_tensors_agrees_in_all_modes() -> None:
         lambda mesh: check_gradients(Makes, plan_of({"tp": 2}), mesh, data, loss_of), {"tp": 2}
     ):
         report.raise_if_failed()
+
+
+def test_what_a_model_writes_into_its_own_tensors_is_followed_without_values() -> None:
+    data = {**batch(), "offset": torch.linspace(0, 1, HIDDEN)}
+    assert validate_on_meta(Makes(), plan_of({"tp": 2}), data).unreached == ()
+
+
+def test_an_argument_that_differs_between_ranks_is_named() -> None:
+    def body(mesh: Any) -> None:
+        model = parallelize(Makes(), plan_of({"tp": 2}), mesh, mode="validate")
+        offset = torch.full((HIDDEN,), float(mesh.get_coordinate()[0]))
+        with pytest.raises(AgreementError, match=r"arguments without a contract\['offset'\]"):
+            model(**batch(), offset=offset)
+
+    run_lockstep(body, {"tp": 2})
 
 
 def test_outside_the_model_nothing_is_taken_for_whole() -> None:

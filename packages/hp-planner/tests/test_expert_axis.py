@@ -1,9 +1,12 @@
 """Expert parallelism in plans."""
 
 import pytest
+import torch
+from attrs import evolve
 from planner_models import model
 from torch.distributed.tensor import Partial, Shard
 
+from hp_dtensor.meta import validate_on_meta
 from hp_dtensor.placements import SectionedShard
 from hp_dtensor.plan import Contract, LocalAttribute, RegionKind
 from hp_planner import LintError, lint, plan
@@ -52,6 +55,18 @@ def test_a_block_left_whole_keeps_its_experts_on_every_rank():
     assert made.parameter(f"{EXPERTS}.down_proj").contract == Contract({}, {"ep": Partial("avg")})
     other = "model.layers.1.mlp.experts"
     assert made.parameter(f"{other}.down_proj").contract == Contract({"ep": Shard(0)})
+
+
+@pytest.mark.parametrize("mesh", [{"tp": 1}, {"dp_shard": 2}])
+def test_whole_experts_are_a_region_which_runs_nowhere_without_values(mesh):
+    tiny = model("qwen3_moe")
+    made = plan(tiny, mesh)
+    assert [spec.module for spec in made.boundaries] == [EXPERTS, EXPERTS.replace("0", "1")]
+    assert made.boundary(EXPERTS).region.kind is RegionKind.OPAQUE
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    assert validate_on_meta(tiny, made, {"input_ids": ids, "use_cache": False}).unreached == ()
+    with pytest.raises(RuntimeError, match="BF16"):
+        validate_on_meta(tiny, evolve(made, boundaries=()), {"input_ids": ids, "use_cache": False})
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,78 @@ class InALoop(Mlp):
         return y
 
 
-@pytest.mark.parametrize("cls", [Plain, Linear])
+class ByHelpers(Mlp):
+    def forward(self, x):
+        return self._last(self._inner(x), scale=2)
+
+    def _inner(self, x):
+        return self.act(self.up_proj(x))
+
+    def _last(self, h, scale):
+        total, extra = self.down_proj(h), h.sum()
+        return total * scale + self._zero(total) * extra
+
+    def _zero(self, h):
+        return h - h
+
+
+class ByItsBase(Plain):
+    def forward(self, x):
+        return super().forward(x).mul(2.0)
+
+
+class ResidualByHelper(ByHelpers):
+    def forward(self, x):
+        return self._last(self._inner(x), scale=2) + x
+
+
+class ResidualInAHelper(ByHelpers):
+    def _zero(self, h):
+        return h + self.scale
+
+
+class ResidualOfItsBase(Plain):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class IntoAnElement(Mlp):
+    def forward(self, x):
+        out = x.clone()
+        out[:, 0] = self.down_proj(self.up_proj(x))[:, 0]
+        return out
+
+
+class AfterATry(Mlp):
+    def forward(self, x):
+        try:
+            h = self.down_proj(self.up_proj(x))
+        except RuntimeError:
+            h = x
+        return h + x
+
+
+class InAFunctionWithin(Mlp):
+    def forward(self, x):
+        def last(h):
+            return self.down_proj(h) + x
+
+        return last(self.up_proj(x))
+
+
+class InAList(Mlp):
+    def forward(self, x):
+        for h in [self.down_proj(self.up_proj(x))]:
+            x = x + h
+        return x
+
+
+class ByAnotherName(Mlp):
+    def forward(self, x):
+        return getattr(self, "down_proj")(self.up_proj(x)) + x  # noqa: B009
+
+
+@pytest.mark.parametrize("cls", [Plain, Linear, ByHelpers, ByItsBase])
 def test_linear_code_may_go_on_with_a_summand(cls):
     assert summand_code(cls).problem == ""
 
@@ -93,10 +164,25 @@ def test_linear_code_may_go_on_with_a_summand(cls):
         (Squared, "h * h"),
         (OnOneBranch, "h - x"),
         (InALoop, "h + 1"),
+        (ResidualByHelper, "+ x"),
+        (ResidualInAHelper, "h + self.scale"),
+        (ResidualOfItsBase, "x + super().forward(x)"),
+        (IntoAnElement, "into out[:, 0]"),
+        (AfterATry, "h + x"),
+        (InAFunctionWithin, "in a function within it"),
+        (InAList, "x + h"),
+        (ByAnotherName, "not seen to call its output layer"),
     ],
 )
 def test_what_is_not_linear_is_named(cls, text):
     assert text in summand_code(cls).problem
+
+
+def test_code_that_cannot_be_read_may_do_anything():
+    made = {}
+    exec("def forward(self, x): return self.down_proj(self.up_proj(x))", made)
+    unread = type("Unread", (Mlp,), {"forward": made["forward"]})
+    assert "cannot be read" in summand_code(unread).problem
 
 
 def test_parts_that_a_summand_is_handed_to_are_named():

@@ -248,10 +248,12 @@ class DroppedAttention(LlamaAttention):
 
 
 def test_a_dropout_whose_place_is_not_known_is_refused_by_name():
+    class Chosen(DroppedMLP):
+        def forward(self, x):
+            return self.last(self.down_proj(x))
+
     made = _with_dropouts()
-    made.model.layers[0].mlp.__class__ = type(
-        "Chosen", (DroppedMLP,), {"forward": lambda self, x: self.last(self.down_proj(x))}
-    )
+    made.model.layers[0].mlp.__class__ = Chosen
     with pytest.raises(LintError, match=r"layers\.\*\.mlp\.inner = 0\.1"):
         plan(made, {"tp": 2})
 

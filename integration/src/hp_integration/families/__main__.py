@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import get_args
 
 from hp_integration.families.configs import HEAVY, families
-from hp_integration.families.judge import Result, judge
+from hp_integration.families.judge import Mode, Result, judge
 from hp_integration.families.table import table
 
 
@@ -16,7 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hp_integration.families", description=__doc__)
     parser.add_argument("family", nargs="*", help="model types; all that can be built if none")
     parser.add_argument("--mesh", default="tp=2", help="axes and sizes, such as tp=2,ep=2")
-    parser.add_argument("--mode", choices=("production", "validate"), default="production")
+    parser.add_argument("--mode", choices=get_args(Mode), default="production")
     parser.add_argument("--whole", action="store_true", help="without sequence parallelism")
     parser.add_argument("--write", type=Path, help="write the table to this Markdown file")
     options = parser.parse_args(arguments)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import inspect
 import traceback
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hp_planner
 from hp_dtensor.layout import Layout
+from hp_dtensor.meta import validate_on_meta
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
 from hp_dtensor.production import local_part
@@ -28,7 +31,7 @@ from hp_planner import PlanError
 from hp_platform.errors import HPError
 from hp_platform.testing import run_ranks
 
-Mode = Literal["production", "validate"]
+Mode = Literal["production", "validate", "meta"]
 TOLERANCE = 1e-3
 NOISE = 1e-4
 SEQUENCE = 8
@@ -118,6 +121,9 @@ def judge_model(
         return Result(family, Verdict.REFUSED, str(error))
     share = sharded_share(found)
     gradients = {name: p.grad for name, p in dense.named_parameters()}
+    if mode == "meta":
+        note = unvalued_problem(model, found, batch() if ids is None else ids, gradients)
+        return Result(family, Verdict.STOPPED if note else Verdict.RIGHT, note, sharded=share)
     names, sizes = tuple(mesh), tuple(mesh.values())
 
     def body(rank: int) -> tuple[str, float]:
@@ -136,6 +142,30 @@ def judge_model(
     name, worst = max(results, key=lambda each: each[1])
     verdict = Verdict.RIGHT if worst < TOLERANCE else Verdict.WRONG
     return Result(family, verdict, name if verdict is Verdict.WRONG else "", worst, share)
+
+
+def unvalued_problem(
+    model: nn.Module, plan: ShardingPlan, ids: Tensor, gradients: dict[str, Tensor | None]
+) -> str:
+    """What `validate_on_meta` says against a plan, empty if nothing.
+
+    Parameters that have a gradient in the whole model have to get one. A mask keeps models from
+    looking for padding among ids without values.
+    """
+    inputs = {"input_ids": ids}
+    if "attention_mask" in inspect.signature(model.forward).parameters:
+        inputs["attention_mask"] = torch.ones_like(ids)
+
+    def loss(found: nn.Module, given: Mapping[str, Any]) -> Tensor:
+        logits: Tensor = found(**given, use_cache=False).logits
+        return logits.float().sum()
+
+    try:
+        report = validate_on_meta(model, plan, inputs, loss_fn=loss)
+    except Exception as error:  # whatever the model's own code says about what it is given
+        return " ".join([brief(error), *getattr(error, "__notes__", [])[:1]])
+    missing = [name for name in report.unreached if gradients.get(name) is not None]
+    return f"no gradient reaches {', '.join(missing)}" if missing else ""
 
 
 def batch() -> Tensor:

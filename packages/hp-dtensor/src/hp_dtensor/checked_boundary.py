@@ -27,6 +27,7 @@ from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.operands import is_known_whole
 from hp_dtensor.placements import Replicate
 from hp_dtensor.region_contracts import check_like, mismatch
+from hp_dtensor.unvalued import without_values
 from hp_dtensor.whole_values import mark_whole, unfollowed
 from hp_platform import Origin
 
@@ -36,12 +37,6 @@ _PRODUCER = "_hp_producer"
 """Attribute of a DTensor that a boundary has handed out: the boundary's name, and the contract."""
 
 Likes = Mapping[str, tuple[Argument, Crossing]]
-
-
-def _without_values(tensor: Tensor) -> Tensor:
-    """The same on the meta device, whatever device a mode would choose."""
-    with torch._C.DisableTorchFunction():
-        return tensor.to("meta")
 
 
 class _Check:
@@ -86,7 +81,7 @@ class _Check:
 
     def _of_plain(self, tensor: Tensor, layout: Layout) -> DTensor:
         # An alias, of which nothing is known: `to_local` gives it back.
-        local = tensor.view_as(tensor) if self.valued else _without_values(tensor)
+        local = tensor.view_as(tensor) if self.valued else without_values(tensor)
         return DTensor.of_layout(local, layout)
 
     def _check(self, crossing: Crossing, tensor: DTensor) -> None:
@@ -124,7 +119,12 @@ class _Check:
 
 
 class CheckedEntry(_Check):
-    """Forward pre-hook: inputs must be `outside`, and become `inside`."""
+    """Forward pre-hook: inputs must be `outside`, and become `inside`.
+
+    Attributes:
+        given: global shape and dtype of what an opaque region was given last, by input. What the
+            region's own function hands on to the module may be something else.
+    """
 
     def __init__(
         self,
@@ -136,6 +136,7 @@ class CheckedEntry(_Check):
     ) -> None:
         super().__init__(name, axes, opaque, valued)
         self.inputs = tuple(inputs)
+        self.given: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -144,6 +145,9 @@ class CheckedEntry(_Check):
             value = argument.read(args, kwargs)
             if self._present(crossing, value):
                 inside = map_tensors(functools.partial(self._enter, crossing), value)
+                if self.opaque and isinstance(inside, Tensor):
+                    shape = global_shape(crossing.target, crossing.abstract, tuple(inside.shape))
+                    self.given[crossing.spec.where] = shape, inside.dtype
                 args, kwargs = argument.write(args, kwargs, inside)
         if self.opaque:
             args = tuple(self._undeclared(index, value) for index, value in enumerate(args))
@@ -195,10 +199,11 @@ class CheckedExit(_Check):
         opaque: bool,
         valued: bool,
         likes: Likes,
+        entry: CheckedEntry,
     ) -> None:
         super().__init__(name, axes, opaque, valued)
         self.outputs = tuple(outputs)
-        self.likes = likes
+        self.likes, self.entry = likes, entry
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -209,22 +214,19 @@ class CheckedExit(_Check):
         for crossing in self.outputs:
             value = crossing.read(output)
             if self._present(crossing, value):
-                self._check_like(crossing, args, kwargs, value)
+                self._check_like(crossing, value)
                 outside = map_tensors(functools.partial(self._leave, crossing), value)
                 output = write_output(output, crossing.spec.where, outside)
         return output
 
-    def _check_like(
-        self, crossing: Crossing, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
-    ) -> None:
+    def _check_like(self, crossing: Crossing, value: Any) -> None:
         if not self.opaque or crossing.spec.where not in self.likes:
             return
-        argument, source = self.likes[crossing.spec.where]
-        model = argument.read(args, kwargs)
-        if isinstance(model, Tensor) and isinstance(value, Tensor):
-            given = global_shape(source.target, source.abstract, tuple(model.shape))
+        source = self.likes[crossing.spec.where][1].spec.where
+        if source in self.entry.given and isinstance(value, Tensor):
+            given, dtype = self.entry.given[source]
             shape = global_shape(crossing.source, crossing.abstract, tuple(value.shape))
-            check_like(crossing.name, source.spec.where, given, shape, model.dtype, value.dtype)
+            check_like(crossing.name, source, given, shape, dtype, value.dtype)
 
     def _leave(self, crossing: Crossing, tensor: Tensor) -> Tensor:
         known = is_known_whole(tensor) and not self.opaque

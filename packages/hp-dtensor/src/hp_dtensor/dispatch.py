@@ -34,6 +34,7 @@ from hp_dtensor.rules.recipe import (
     with_targets_gradients,
 )
 from hp_dtensor.rules.table import rule_for
+from hp_dtensor.stated_sizes import stated_size
 from hp_dtensor.transition import Transition
 from hp_dtensor.whole_values import current_values, mark_whole
 from hp_platform.collectives import Origin
@@ -100,7 +101,9 @@ def _key(value: Any, found: list[Tensor]) -> Any:
     if kind is dict:
         return tuple([(name, _key(item, found)) for name, item in value.items()])
     if kind is slice:
-        return slice, value.start, value.stop, value.step
+        ends = value.start, value.stop, value.step
+        # A size that knows its cut equals the plain number.
+        return slice, ends, tuple(getattr(end, "cut", None) for end in ends)
     if isinstance(value, tuple | list):  # torch.Size and other sequences
         return kind, tuple([_key(item, found) for item in value])
     if kind is CutSize:
@@ -162,7 +165,8 @@ def _bind(
         recipe = with_targets_gradients(call, recipe)
         _check_inplace(call, recipe)
     nested = bool(kwargs) or not all(isinstance(value, Tensor) for value in args)
-    return Plan(rule, recipe, _compile(call, recipe), call, nested)
+    stated = stated_size(call, recipe.outputs)
+    return Plan(rule, recipe, _compile(call, recipe), call, nested, stated)
 
 
 def _replicated_rule(name: str, operands: Sequence[Operand]) -> Rule:
@@ -258,6 +262,14 @@ def _run(
             f"it would communicate by itself: {recipe.communicates}",
             plan.call.layouts,
             remedy="redistribute the operand explicitly, or declare it in the boundary's contract",
+        )
+    if plan.stated is not None and current_values() is not None:
+        raise operator_error(
+            plan.call.operator,
+            plan.stated,
+            plan.call.layouts,
+            remedy="take the size from the tensor's shape, give -1, or read it from an attribute "
+            "of the module that the boundary's localize names",
         )
     given = local_operands(plan, found)
     local_args: Any

@@ -307,7 +307,7 @@ def _run_mode(
         loss = loss_fn(model, batch)
         loss.backward()
     # A simulated rank that is past its step writes to the ledgers of those that are not.
-    records = tuple(record for record in log.records if record.origin.phase != "check")
+    records = tuple(r for r in log.records if r.origin.phase not in ("check", "agreement"))
     gradients = {}
     for spec in plan.parameters:
         parameter = model.get_parameter(spec.name)

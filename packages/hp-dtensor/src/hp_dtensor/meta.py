@@ -29,7 +29,9 @@ from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.operands import is_known_whole
 from hp_dtensor.parallelize import parallelize
 from hp_dtensor.plan import ShardingPlan
-from hp_dtensor.whole_values import mark_whole
+from hp_dtensor.rules.recipe import is_inplace
+from hp_dtensor.rules.refusal import OperatorError
+from hp_dtensor.whole_values import current_values, mark_whole
 
 __all__ = ["MetaReport", "validate_on_meta"]
 
@@ -84,8 +86,9 @@ def validate_on_meta(
     Args:
         model: the module the plan is for, on any device; it is left as it is.
         plan: what is checked.
-        inputs: arguments of `forward` by name; tensors are taken to the meta device. Sizes that
-            the plan cuts must divide.
+        inputs: arguments of `forward` by name. Tensors of whose values nothing is used, such as
+            ids of zeros or tensors on the meta device, will do; a model that looks at a mask for
+            padding is given one with values. Sizes that the plan cuts must divide.
         mesh: axis names and sizes; the plan's by default.
         loss_fn: scalar of the model and the inputs; by default the `loss` of the output where
             there is one, else the sum of its floating-point tensors.
@@ -108,7 +111,7 @@ def validate_on_meta(
     where = plan.mesh if mesh is None else AbstractMesh.of(mesh)
     copied = _without_values(model)
     parallelize(copied, plan, where, mode="validate")
-    given = {name: _to_meta(value) for name, value in inputs.items()}
+    given = {name: _detached(value) for name, value in inputs.items()}
     plain = plan.model_mesh.world_size == 1
     context = implicit(reductions=True, adjoints=True, plain=plain)
     told = _told_of_values()
@@ -164,16 +167,72 @@ class _PlainValues(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
+            if is_inplace(func.__name__) and type(args[0]) is Tensor:
+                _take_values(func.__name__, args[0])
+            if func.__name__ in ("__getitem__", "__setitem__"):
+                args = (args[0], _positions(args[1]), *args[2:])
             # A plain tensor may stand beside DTensors where it is known to be whole.
-            args, kwargs = pytree.tree_map_only(Tensor, _beside, (args, kwargs))
+            beside = _unvalued if func.__name__ in _ON_ONE_DEVICE else _beside
+            args, kwargs = pytree.tree_map_only(Tensor, beside, (args, kwargs))
         else:
             args = tuple([_CPU if _is_meta(value) else value for value in args])
             kwargs = {name: _CPU if _is_meta(v) else v for name, v in kwargs.items()}
+            if any(type(value) is Tensor and value.is_meta for value in args):
+                args, kwargs = pytree.tree_map_only(Tensor, _beside, (args, kwargs))
         return func(*args, **kwargs)
 
 
+def _positions(index: Any) -> Any:
+    """The index, with plain masks, which have values, as the positions that they choose."""
+    found: list[Any] = []
+    for item in index if isinstance(index, tuple) else (index,):
+        if type(item) is Tensor and item.dtype is torch.bool and item.ndim and not item.is_meta:
+            chosen = item.nonzero(as_tuple=True)
+            if is_known_whole(item):
+                for positions in chosen:
+                    mark_whole(positions)
+            found.extend(chosen)
+        else:
+            found.append(item)
+    return tuple(found) if isinstance(index, tuple) or len(found) > 1 else found[0]
+
+
+def _take_values(name: str, target: Tensor) -> None:
+    """A plain tensor into which DTensors are written has no values from then on.
+
+    It stays the object that it is, so that whatever is computed of it depends on what was written.
+
+    Raises:
+        OperatorError: that cannot be, for others share its memory.
+    """
+    values = current_values()
+    if values is None or not values.holds(target) or target.is_meta:
+        return
+    values.forget(target)
+    try:
+        if target._is_view():
+            raise RuntimeError("it is a view of another tensor")
+        torch.utils.swap_tensors(target, target.to("meta"))
+    except RuntimeError as error:
+        raise OperatorError(
+            f"{name}: values of DTensors are written into a plain tensor of shape "
+            f"{tuple(target.shape)} that cannot lose its own, as it must on the meta device "
+            f"({error}). Remedy: write into the whole tensor before taking views of it, build the "
+            "result from its parts (torch.cat, torch.where), or validate with values."
+        ) from error
+    values.mark(target)
+
+
+# Functions that take no number in host memory beside tensors of another device.
+_ON_ONE_DEVICE = frozenset({"masked_fill", "masked_fill_"})
+
+
 def _beside(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor) or tensor.is_meta or tensor.ndim == 0:
+    return tensor if tensor.ndim == 0 else _unvalued(tensor)
+
+
+def _unvalued(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor) or tensor.is_meta:
         return tensor
     unvalued = tensor.to("meta")
     if is_known_whole(tensor):
@@ -190,8 +249,8 @@ def _is_meta(value: Any) -> bool:
     return type(value) is str and value == "meta"
 
 
-def _to_meta(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("meta"), value)
+def _detached(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach(), value)
 
 
 def _default_loss(output: Any) -> Tensor:

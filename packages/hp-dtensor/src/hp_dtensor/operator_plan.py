@@ -33,7 +33,8 @@ class Step:
 class Plan:
     """A recipe with its transitions compiled: what one key resolves to.
 
-    `nested` says that some tensors are inside lists, dicts or keyword arguments.
+    `nested` says that some tensors are inside lists, dicts or keyword arguments; `stated` what is
+    wrong with a size, where a module in validate mode makes the call.
     """
 
     rule: Rule
@@ -41,6 +42,7 @@ class Plan:
     steps: tuple[Step | None, ...] | None
     call: Call
     nested: bool = False
+    stated: str | None = None
 
     @cached_property
     def local_shape(self) -> torch.Size | None:

@@ -26,6 +26,7 @@ from hp_dtensor.contracts import (
     map_tensors,
     write_output,
 )
+from hp_dtensor.cut_size import CutSize
 from hp_dtensor.late_bias import install_late_bias
 from hp_dtensor.layout import Layout, attach_layout
 from hp_dtensor.layout_keeper import LayoutKeeper
@@ -44,6 +45,7 @@ __all__ = [
     "install_vocabulary",
     "local_part",
     "localize",
+    "remember_cuts",
 ]
 
 
@@ -106,6 +108,17 @@ def localize(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None
     for attribute in boundary.localize:
         holder, last = _own_holder(module, attribute.name, owned)
         setattr(holder, last, attribute.value // axes.abstract.size(attribute.axis))
+
+
+def remember_cuts(module: nn.Module, boundary: BoundarySpec, axes: ModelAxes) -> None:
+    """For code whose shapes are global: these attributes stay whole and know their cut."""
+    owned: set[str] = set()
+    for attribute in boundary.localize:
+        ways = axes.abstract.size(attribute.axis)
+        if ways > 1:
+            holder, last = _own_holder(module, attribute.name, owned)
+            axis = axes.abstract.axis_names.index(attribute.axis)
+            setattr(holder, last, CutSize(attribute.value, (axis,), ways))
 
 
 def _own_holder(module: nn.Module, name: str, owned: set[str]) -> tuple[object, str]:

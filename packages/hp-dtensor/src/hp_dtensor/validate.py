@@ -38,6 +38,7 @@ from hp_dtensor.production import (
     install_vocabulary,
     local_part,
     localize,
+    remember_cuts,
 )
 from hp_dtensor.region_contracts import unvalued
 from hp_dtensor.regions import install_region
@@ -57,7 +58,7 @@ def apply_validate(
     opaque = opaque_regions(plan)
     valued = not any(parameter.is_meta for parameter in module.parameters())
     settled = _wrap_parameters(module, plan, axes, opaque)
-    _follow(module, plan, axes, opaque)
+    _follow(module, plan, axes, opaque, valued)
     for boundary in plan.boundaries:
         target = module.get_submodule(boundary.module)
         if _inside(boundary.module, opaque - {boundary.module}):
@@ -166,15 +167,17 @@ def _placed(forward: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def _follow(module: nn.Module, plan: ShardingPlan, axes: ModelAxes, opaque: frozenset[str]) -> None:
+def _follow(
+    module: nn.Module, plan: ShardingPlan, axes: ModelAxes, opaque: frozenset[str], valued: bool
+) -> None:
     """Within any forward of the module, an operator that would have to communicate by itself is an
     error, and what is known to be the same on every rank is followed.
 
     A mesh of one rank takes any plain tensor for the whole one that it is.
     """
-    values = WholeValues()
+    values = WholeValues(axes.mesh, valued)
     outside = [child for name, child in module.named_modules() if not _inside(name, opaque)]
-    start = KnownAtStart(outside, plan, axes, values)
+    start = KnownAtStart(module, outside, plan, axes, values)
     alone = axes.abstract.world_size == 1
     for name, child in module.named_modules():
         known = start if child is module else None
@@ -216,11 +219,11 @@ def _install(
         localize(module, boundary, axes)
         install_vocabulary(module, boundary, plan, axes)
         install_region(module, boundary, axes)
+    else:
+        remember_cuts(module, boundary, axes)
     outputs = list(crossings(boundary, "output", axes))
     likes = _likes(boundary, inputs)
-    # What a region's own function hands the module is not what arrived at the boundary.
-    function = boundary.region.function if boundary.region is not None else ""
-    leave = CheckedExit(name, outputs, axes, opaque, valued, {} if function else likes)
+    leave = CheckedExit(name, outputs, axes, opaque, valued, likes, entry)
     module.register_forward_hook(leave, with_kwargs=True)
     install_late_bias(module, boundary, axes)
     if opaque and likes and not valued:

@@ -23,14 +23,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Number
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hp_dtensor.made_in_parts import made_in_parts
 from hp_dtensor.rules.creation import RANDOM
 from hp_dtensor.rules.recipe import words
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from hp_dtensor.mesh import AbstractMesh
 
 __all__ = ["WholeValues", "current_values", "following", "mark_whole", "unfollowed"]
 
@@ -65,7 +71,9 @@ class WholeValues:
     computation makes it unknown, also through a view.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, mesh: DeviceMesh | AbstractMesh | None = None, valued: bool = True) -> None:
+        """`mesh`: of the module's model axes; `valued`: DTensors have values."""
+        self.mesh, self.valued = mesh, valued
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
 
     def mark(self, tensor: Tensor) -> None:
@@ -137,6 +145,10 @@ class _Following(TorchFunctionMode):
             # Of DTensors and plain tensors together, `dispatch` asks what is known.
             return func(*args, **kwargs)
         tensors = [*_tensors(args), *_tensors(kwargs)]
+        if not tensors:
+            parts = made_in_parts(func, args, kwargs, values.mesh, values.valued)
+            if parts is not None:
+                return parts
         known = _is_known(func, args, kwargs, tensors, values)
         result = func(*args, **kwargs)
         if known:

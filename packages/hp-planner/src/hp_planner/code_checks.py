@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 
 from hp_dtensor.plan import BoundaryKind
-from hp_planner.boundaries import Boundary
 from hp_planner.facts import Facts, Violation
 from hp_planner.graph import ModuleGraph, generalized, join
 
@@ -21,13 +20,7 @@ SEQUENCE_METHODS = frozenset(
 
 
 def check_code(facts: Facts) -> Iterator[Violation]:
-    """A loss that the router's gradient would not fit, and random numbers that ranks must share."""
-    yield from _router_loss(facts)
-    yield from _randomness(facts)
-
-
-def _router_loss(facts: Facts) -> Iterator[Violation]:
-    """The router's gradient inside a block is a partial sum; a loss on its logits is not."""
+    """A loss that the router's gradient would not fit: inside a block it is a partial sum."""
     if dict(facts.graph.config).get("output_router_logits") and any(
         facts.sharded(BoundaryKind.MOE)
     ):
@@ -107,23 +100,27 @@ def _drops(name: str, value: object) -> bool:
     return bool(rate) and isinstance(value, float) and value > 0
 
 
-def _randomness(facts: Facts) -> Iterator[Violation]:
-    """Noise by which each rank changes its own copy of what all hold."""
-    for boundary in facts.sharded(BoundaryKind.MOE):
-        noise = _noise(facts, boundary)
-        if noise:
+def check_draws(facts: Facts) -> Iterator[Violation]:
+    """Random numbers that every rank would draw for itself, in values that ranks share or part."""
+    if facts.plan.model_mesh.world_size == 1:
+        return
+    for node in facts.graph.modules:
+        for draw in node.draws:
+            names = [n for leaf, _ in draw.settings for n in _config_names(facts, leaf)]
+            zeros = " and ".join(f"config.{name} = 0.0" for name in dict.fromkeys(names))
             yield Violation(
                 "random",
-                boundary.module,
-                "tokens that are the same on every rank",
-                f"config.{noise}, by which each rank changes its own copy",
-                f"set config.{noise} = 0.0",
+                node.name,
+                "numbers that every rank draws alike",
+                f"{node.class_name}.forward draws by {draw.code}, each process its own",
+                f"set {zeros}"
+                if zeros
+                else "take the draw out of the forward, or plan the model "
+                "in eval mode if it draws in training only",
             )
 
 
-def _noise(facts: Facts, boundary: Boundary) -> str:
-    """The config value behind the noise that a block's forward draws, if it is not zero."""
-    uses = facts.graph.module(boundary.module).forward.names
-    name = "input_jitter_noise" if "input_jitter_noise" in uses else "router_jitter_noise"
-    value = dict(facts.graph.config).get(name)
-    return name if isinstance(value, float) and value > 0 and "uniform_" in uses else ""
+def _config_names(facts: Facts, leaf: str) -> list[str]:
+    """Config values that a setting of a module may come from: of its name, or longer ones."""
+    named = [name for name, value in facts.graph.config if name == leaf and value]
+    return named or [n for n, value in facts.graph.config if n.endswith(f"_{leaf}") and value]

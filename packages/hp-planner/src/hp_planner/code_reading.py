@@ -10,13 +10,14 @@ from __future__ import annotations
 import ast
 import dis
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
 from attrs import frozen
+
+from hp_planner.methods import forward_tree, own_attribute
 
 # Calls in a layer's forward, besides those of its parts, that treat every position alike.
 POINTWISE_CALLS = frozenset(
@@ -118,27 +119,6 @@ def _returns_tuple(code: CodeType) -> bool:
         first == "BUILD_TUPLE" and second == "RETURN_VALUE"
         for first, second in pairwise(operations)
     )
-
-
-def forward_tree(cls: type) -> ast.FunctionDef | None:
-    """The source of the forward of a module class; None where it cannot be read."""
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    try:
-        source = inspect.getsource(inspect.unwrap(vars(owner)["forward"]))
-        tree = ast.parse(textwrap.dedent(source)).body[0]
-    except (OSError, TypeError, SyntaxError, IndexError):
-        return None
-    return tree if isinstance(tree, ast.FunctionDef) else None
-
-
-def own_attribute(node: ast.AST) -> str:
-    """`name` for the expression `self.name`, empty for any other."""
-    is_own = (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "self"
-    )
-    return node.attr if is_own and isinstance(node, ast.Attribute) else ""
 
 
 def layer_problem(cls: type) -> str:

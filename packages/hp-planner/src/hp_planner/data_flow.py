@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from attrs import field, frozen
 
-from hp_planner.code_reading import forward_tree, own_attribute
+from hp_planner.methods import forward_tree, own_attribute
 
 Parts = frozenset[str]
 Feeds = tuple[tuple[str, Parts], ...]

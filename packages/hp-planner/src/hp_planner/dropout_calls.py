@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from hp_planner.code_reading import forward_tree, own_attribute
+from hp_planner.methods import forward_methods, own_attribute
 
 FUNCTIONS = frozenset(
     {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"}
@@ -19,15 +19,15 @@ Call = tuple[str, str | float]
 
 
 def dropout_calls(cls: type) -> tuple[Call, ...]:
-    """Function and rate of every dropout that the forward of `cls` calls by itself.
+    """Function and rate of every dropout that the forward of `cls`, or a method of the module that
+    it calls, calls by itself.
 
     A rate that is neither a number nor an attribute of the module, such as an argument, is left to
     whoever gives it. Nothing where there is no source.
     """
-    tree = forward_tree(cls)
-    if tree is None:
-        return ()
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node)]
+    trees = [method.tree for method in forward_methods(cls)]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and _name(node)]
     found = ((_name(call), _rate(call)) for call in calls)
     return tuple(dict.fromkeys((name, rate) for name, rate in found if rate is not None))
 

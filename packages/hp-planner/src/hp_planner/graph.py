@@ -24,7 +24,8 @@ from hp_planner.code_reading import (
 from hp_planner.data_flow import Feeds, feeds
 from hp_planner.dropout_calls import Call, called_rates, dropout_calls
 from hp_planner.order import Order
-from hp_planner.summand_code import SummandCode, summand_code
+from hp_planner.random_draws import Draw, may_draw, random_draws
+from hp_planner.summand_code import EXPERTS, OUTPUT_LAYERS, SummandCode, summand_code
 
 DROPOUT = "torch.nn.modules.dropout.Dropout"
 MODULE_LIST = "torch.nn.modules.container.ModuleList"
@@ -70,6 +71,8 @@ class ModuleNode:
         rates: dropout rates above zero that it holds: `p` of a dropout module, others by name.
         feeds: for each part that its forward calls, the parts in what that is called with.
         summand: what its forward does with what its output layer returns.
+        experts_sum: what it does with what its experts return.
+        draws: random numbers that its forward draws by itself, in the mode it is in.
     """
 
     name: str
@@ -87,6 +90,8 @@ class ModuleNode:
     rates: tuple[tuple[str, float], ...] = ()
     feeds: Feeds = ()
     summand: SummandCode = field(factory=SummandCode)
+    experts_sum: SummandCode = field(factory=SummandCode)
+    draws: tuple[Draw, ...] = ()
 
     def attribute(self, *names: str) -> int | None:
         """The first integer attribute of these names, or None."""
@@ -216,7 +221,8 @@ class _Codes:
     streams: dict[tuple[type, str], StreamCode] = field(factory=dict)
     flows: dict[type, Feeds] = field(factory=dict)
     drops: dict[type, tuple[Call, ...]] = field(factory=dict)
-    summands: dict[type, SummandCode] = field(factory=dict)
+    drawing: dict[type, bool] = field(factory=dict)
+    summands: dict[tuple[type, frozenset[str]], SummandCode] = field(factory=dict)
 
     def feeds(self, cls: type) -> Feeds:
         if cls not in self.flows:
@@ -233,10 +239,15 @@ class _Codes:
             self.signatures[cls] = read_signature(cls)
         return self.signatures[cls]
 
-    def summand(self, cls: type) -> SummandCode:
-        if cls not in self.summands:
-            self.summands[cls] = summand_code(cls)
-        return self.summands[cls]
+    def summand(self, cls: type, outputs: frozenset[str] = OUTPUT_LAYERS) -> SummandCode:
+        if (cls, outputs) not in self.summands:
+            self.summands[cls, outputs] = summand_code(cls, outputs)
+        return self.summands[cls, outputs]
+
+    def draws(self, cls: type) -> bool:
+        if cls not in self.drawing:
+            self.drawing[cls] = not cls.__module__.startswith("torch.") and may_draw(cls)
+        return self.drawing[cls]
 
     def layer(self, cls: type) -> str:
         if cls not in self.layers:
@@ -258,11 +269,13 @@ def _node(name: str, module: nn.Module, codes: _Codes, in_list: bool) -> ModuleN
         bases=tuple(f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__),
         forward=codes.signature(cls),
         summand=codes.summand(cls),
+        experts_sum=codes.summand(cls, EXPERTS) if "experts" in module._modules else SummandCode(),
         training=module.training,
         streams=tuple((key, codes.stream(cls, key)) for key in lists),
         as_layer=codes.layer(cls) if in_list and module._modules else None,
         config=_read_config(module, codes.signature(cls)),
         rates=tuple(dict((*_rates(module), *_called(module, codes))).items()),
+        draws=random_draws(module) if codes.draws(cls) else (),
         feeds=codes.feeds(cls) if any(_rates(part) for part in module.children()) else (),
         parameters=tuple(
             ParameterNode(

@@ -13,7 +13,7 @@ from torch import nn
 
 from hp_dtensor.plan import ShardingPlan
 from hp_planner.axis_checks import check_context, check_experts
-from hp_planner.code_checks import check_code, check_dropouts
+from hp_planner.code_checks import check_code, check_draws, check_dropouts
 from hp_planner.facts import Facts, Violation, read_facts
 from hp_planner.folding import fold
 from hp_planner.graph import ModuleGraph, read_module
@@ -34,7 +34,7 @@ def lint(model: nn.Module | ModuleGraph, plan: ShardingPlan) -> tuple[Violation,
     graph = model if isinstance(model, ModuleGraph) else read_module(model)
     facts = read_facts(graph, plan)
     checks: tuple[Check, ...] = (check_coverage, check_axes, check_experts, check_context)
-    checks += (check_dropouts,)
+    checks += (check_dropouts, check_draws)
     if facts.size > 1:
         checks += (
             check_heads,

@@ -40,6 +40,7 @@ from hp_planner.layer_names import (
 )
 from hp_planner.proofs import expert_biases, fused_experts, section_order, spans_all_heads
 from hp_planner.roles import Role, RoleAssignment
+from hp_planner.summand_code import SummandCode
 
 
 class Manner(enum.Enum):
@@ -210,9 +211,13 @@ def size_problem(node: ModuleNode) -> str:
 
 def summand_problem(graph: ModuleGraph, node: ModuleNode) -> str:
     """Why the sum of what its output layer returns may not be left to the end of a block."""
-    if node.summand.problem:
-        return node.summand.problem
-    for part in node.summand.parts:
+    return _sum_problem(graph, node, node.summand)
+
+
+def _sum_problem(graph: ModuleGraph, node: ModuleNode, code: SummandCode) -> str:
+    if code.problem:
+        return code.problem
+    for part in code.parts:
         inner = graph.find(join(node.name, part))
         if inner is None or not inner.bases[0].startswith(_LINEAR_MODULES):
             return f"its forward hands its output layer's sum to {part}"
@@ -263,7 +268,9 @@ def moe_problem(graph: ModuleGraph, node: ModuleNode, roles: frozenset[Role]) ->
         shared = graph.find(join(node.name, name))
         if shared is not None and mlp_code_problem(graph, shared):
             return f"{name} is not sharded as one"
-    return _code_problem(node, MOE_NAMES, frozenset())
+    return _code_problem(node, MOE_NAMES, frozenset()) or _sum_problem(
+        graph, node, node.experts_sum
+    )
 
 
 def experts_problem(graph: ModuleGraph, node: ModuleNode) -> str:

@@ -22,6 +22,7 @@ from hp_planner.override_file import DECLARED, Override, Overrides, Sentinel
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import CONTEXT_AXIS, EXPERT_AXIS, TENSOR_AXIS, Settings
 from hp_planner.templates import instantiate_templates
+from hp_planner.templates.moe import add_whole_experts
 
 
 @frozen
@@ -124,7 +125,7 @@ def merge_overrides(
             no template can do.
     """
     if not overrides:
-        return plan
+        return add_whole_experts(graph, plan)
     targets = Targets.of(graph, boundaries)
     chosen, problems = choose(targets, settings, overrides)
     chosen = {name: o for name, o in chosen.items() if not isinstance(o.value, Order)}
@@ -134,7 +135,8 @@ def merge_overrides(
         raise PlanError("\n".join(problems))
     local = _local_modules(targets, boundaries, chosen)
     merged = instantiate_templates(graph, boundaries, settings, local) if local else plan
-    return _with_parameters(targets, settings, merged, chosen, local)
+    declared = _with_parameters(targets, settings, merged, chosen, local)
+    return add_whole_experts(graph, declared)
 
 
 Chosen = dict[str, Override]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
+from attrs import evolve
+
 from hp_dtensor.plan import REPLICATED, Contract, ShardingPlan
 from hp_planner.facts import Facts, Violation, show_contract
 from hp_planner.graph import ModuleGraph, generalized
@@ -14,6 +16,7 @@ from hp_planner.remedies import block_around, computed_whole, remedy
 from hp_planner.roles import NO_TEMPLATE, RoleAssignment
 from hp_planner.settings import Settings
 from hp_planner.templates import Context, instantiate_templates
+from hp_planner.templates.moe import add_whole_experts
 
 
 def check_coverage(facts: Facts) -> Iterator[Violation]:
@@ -160,7 +163,9 @@ def check_templates(facts: Facts) -> Iterator[Violation]:
                 f"{show_contract(other.contract)} ({other.reason})",
                 f"override {generalized(spec.boundary)!r} as a whole",
             )
-    yield from _boundary_differences(expected, facts.plan)
+    # What is whole and has a region for that may have been declared.
+    drawn = evolve(expected, parameters=facts.plan.parameters)
+    yield from _boundary_differences(add_whole_experts(facts.graph, drawn), facts.plan)
 
 
 def _boundary_differences(expected: ShardingPlan, plan: ShardingPlan) -> Iterator[Violation]:

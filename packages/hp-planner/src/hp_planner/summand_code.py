@@ -12,14 +12,16 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
-from hp_planner.code_reading import forward_tree, own_attribute
-from hp_planner.layer_names import DOWN, OUTPUT
+from hp_planner.layer_names import DOWN, OUTPUT, SHARED_EXPERT
+from hp_planner.methods import Method, called_method, forward_method, own_attribute
 
 OUTPUT_LAYERS = frozenset({*OUTPUT, *DOWN})
+EXPERTS = frozenset({"experts", *SHARED_EXPERT})
 _LINEAR_CALLS = frozenset(
     {"dropout", "to", "float", "half", "type", "type_as", "contiguous", "clone", "view", "reshape"}
     | {"transpose", "permute", "flatten", "unflatten", "unsqueeze", "squeeze", "mul", "div"}
 )
+_SUMS = frozenset({"add", "add_", "sub", "sub_"})
 _QUESTIONS = frozenset({"isinstance", "hasattr", "getattr", "len", "size", "dim", "numel"})
 _FACTS = frozenset({"shape", "dtype", "device", "ndim", "is_cuda"})
 
@@ -37,48 +39,86 @@ class SummandCode:
     parts: tuple[str, ...] = ()
 
 
-def summand_code(cls: type) -> SummandCode:
+def summand_code(cls: type, outputs: frozenset[str] = OUTPUT_LAYERS) -> SummandCode:
     """Reads the forward of `cls`, its own variables, statement by statement.
 
-    Nothing is found where there is no source, and where the forward itself calls no output layer.
+    Methods of the module that it calls are read where they are called, with what they are given.
+
+    Args:
+        outputs: the parts whose results are summands.
     """
-    tree = forward_tree(cls)
-    if tree is None:
-        return SummandCode()
-    reading = _Reading()
-    reading.follow(tree.body)
-    return SummandCode(reading.problem, tuple(dict.fromkeys(reading.parts)))
+    method = forward_method(cls)
+    if method is None:
+        return SummandCode(f"the source of {cls.__name__}.forward cannot be read")
+    reading = _Reading(cls, outputs, method)
+    reading.follow(method.tree.body)
+    problem = reading.problem
+    if not problem and not reading.found:
+        problem = f"{cls.__name__}.forward is not seen to call its output layer"
+    return SummandCode(problem, tuple(dict.fromkeys(reading.parts)))
 
 
 class _Reading:
-    """Variables that hold summands, and the first thing done to one that is not linear."""
+    """Variables that hold summands, and the first thing done to one that is not linear.
 
-    def __init__(self) -> None:
-        self.problem = ""
+    Attributes:
+        found: an output layer is called.
+    """
+
+    def __init__(self, cls: type, outputs: frozenset[str], method: Method) -> None:
+        self.problem, self.found = "", False
         self.parts: list[str] = []
+        self._cls, self._outputs = cls, outputs
+        self._calls = [method]  # the method that is read, and those that call it
         self._summands: set[str] = set()
+        self._returned = False
 
     def follow(self, statements: Iterable[ast.stmt]) -> None:
         for statement in statements:
-            if isinstance(statement, ast.Assign):
-                self._assign(statement.targets, statement.value)
-            elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
-                self._assign([statement.target], statement.value)
-            elif isinstance(statement, ast.AugAssign):
-                self._assign(
-                    [statement.target], ast.BinOp(statement.target, statement.op, statement.value)
-                )
-            elif isinstance(statement, ast.If):
-                self.is_summand(statement.test)
-                self._branch(statement.body, statement.orelse)
-            elif isinstance(statement, ast.For | ast.While):
-                # Twice, for what the end of the body hands to its beginning.
-                self.follow(statement.body)
-                self.follow([*statement.body, *statement.orelse])
-            elif isinstance(statement, ast.With):
-                self.follow(statement.body)
-            elif isinstance(statement, ast.Return | ast.Expr) and statement.value is not None:
-                self.is_summand(statement.value)
+            match statement:
+                case ast.Assign():
+                    self._assign(statement.targets, statement.value)
+                case ast.AnnAssign(value=ast.expr() as value):
+                    self._assign([statement.target], value)
+                case ast.AugAssign():
+                    changed = ast.BinOp(statement.target, statement.op, statement.value)
+                    self._assign([statement.target], changed)
+                case ast.If():
+                    self.is_summand(statement.test)
+                    self._branch(statement.body, statement.orelse)
+                case ast.For():
+                    self._assign([statement.target], statement.iter)
+                    self._loop(statement)
+                case ast.While():
+                    self.is_summand(statement.test)
+                    self._loop(statement)
+                case ast.With():
+                    self._any_summand(item.context_expr for item in statement.items)
+                    self.follow(statement.body)
+                case ast.Try():
+                    handlers = [handler.body for handler in statement.handlers]
+                    self._branch([*statement.body, *statement.orelse], *handlers)
+                    self.follow(statement.finalbody)
+                case ast.Match():
+                    self.is_summand(statement.subject)
+                    self._branch([], *(case.body for case in statement.cases))
+                case ast.Return(value=ast.expr() as value):
+                    self._returned |= self.is_summand(value)
+                case ast.Expr():
+                    self.is_summand(statement.value)
+                case ast.FunctionDef() | ast.ClassDef():
+                    self._no_outputs(statement)
+
+    def _loop(self, statement: ast.For | ast.While) -> None:
+        # Twice, for what the end of the body hands to its beginning.
+        self.follow(statement.body)
+        self.follow([*statement.body, *statement.orelse])
+
+    def _no_outputs(self, inner: ast.AST) -> None:
+        """Functions within the forward are not followed."""
+        for node in ast.walk(inner):
+            if own_attribute(node) in self._outputs:
+                self._tell(f"its forward calls {own_attribute(node)} in a function within it")
 
     def is_summand(self, value: ast.expr) -> bool:
         """Whether the value is, or holds, a rank's summand."""
@@ -102,6 +142,8 @@ class _Reading:
             case ast.NamedExpr():
                 self._assign([value.target], value.value)
                 return self.is_summand(value.target)
+            case ast.Lambda():
+                self._no_outputs(value)
         for part in ast.iter_child_nodes(value):
             if isinstance(part, ast.expr) and self.is_summand(part):
                 self._not_linear(value)
@@ -121,6 +163,8 @@ class _Reading:
             for part, holds in zip(parts, found):
                 if isinstance(part, ast.Name):
                     (self._summands.add if holds else self._summands.discard)(part.id)
+                elif holds and not self.is_summand(part):  # an element, or an attribute
+                    self._tell(f"its forward puts its output layer's sum into {_shown(part)}")
 
     def _branch(self, *bodies: list[ast.stmt]) -> None:
         before, after = set(self._summands), set[str]()
@@ -131,25 +175,51 @@ class _Reading:
         self._summands = after
 
     def _call(self, call: ast.Call) -> bool:
+        method = called_method(self._cls, self._calls[0], call.func)
+        if method is not None:
+            return self._enter(method, call)
         given = [*call.args, *(word.value for word in call.keywords)]
         part = own_attribute(call.func)
         holds = self._any_summand(given)
-        if part in OUTPUT_LAYERS and not holds:
+        if part in self._outputs and not holds:
+            self.found = True
             return True
         name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         name = call.func.id if isinstance(call.func, ast.Name) else name
         if isinstance(call.func, ast.Attribute) and not part:
-            whole = not self.is_summand(call.func.value)
-            if name in ("mul", "div") and holds and not whole:
+            receiver = self.is_summand(call.func.value)
+            wanted = holds == receiver if name in _SUMS else not (holds and receiver)
+            if (name in _SUMS or name in ("mul", "div")) and not wanted:
                 self._not_linear(call)
-            holds |= not whole
+            holds |= receiver
         if not holds or name in _QUESTIONS:
             return False
         if part:
             self.parts.append(part)
-        elif name not in _LINEAR_CALLS:
+        elif name not in _LINEAR_CALLS | _SUMS:
             self._not_linear(call)
         return True
+
+    def _enter(self, method: Method, call: ast.Call) -> bool:
+        """A method of the module's own: whether it returns a summand."""
+        place = [self.is_summand(value) for value in call.args]
+        named = {word.arg: self.is_summand(word.value) for word in call.keywords}
+        spread = any(isinstance(value, ast.Starred) for value in call.args) or None in named
+        if any(method.tree is other.tree for other in self._calls) or (
+            spread and (any(place) or any(named.values()))
+        ):
+            self._tell(f"its forward calls {_shown(call)}, which is not followed")
+            return False
+        holding = {name for name, holds in zip(method.parameters, place) if holds}
+        holding |= {name for name, holds in named.items() if holds and name is not None}
+        before = self._summands, self._returned
+        self._calls.insert(0, method)
+        self._summands, self._returned = holding, False
+        self.follow(method.tree.body)
+        returned = self._returned
+        self._calls.pop(0)
+        self._summands, self._returned = before
+        return returned
 
     def _operation(self, value: ast.BinOp) -> bool:
         left, right = self.is_summand(value.left), self.is_summand(value.right)
@@ -170,6 +240,12 @@ class _Reading:
         return True
 
     def _not_linear(self, value: ast.expr) -> None:
-        text = ast.unparse(value)
-        shown = text if len(text) <= 60 else f"{text[:57]}..."
-        self.problem = self.problem or f"its forward goes on with its output layer's sum: {shown}"
+        self._tell(f"its forward goes on with its output layer's sum: {_shown(value)}")
+
+    def _tell(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+
+def _shown(value: ast.expr) -> str:
+    text = ast.unparse(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,11 +14,12 @@ from hp_dtensor.plan import (
     LocalAttribute,
     Region,
     RegionKind,
+    ShardingPlan,
     sharded,
 )
-from hp_planner.axis_specs import LEFT_WHOLE
+from hp_planner.axis_specs import LEFT_WHOLE, replaced
 from hp_planner.boundaries import Boundary
-from hp_planner.graph import ModuleNode
+from hp_planner.graph import ModuleGraph, ModuleNode, is_inside
 from hp_planner.manners import Manner
 from hp_planner.order import INTERLEAVED
 from hp_planner.proofs import ExpertShapes, fused_experts, section_order
@@ -108,15 +109,39 @@ def _gate_up(node: ModuleNode, shapes: ExpertShapes, dim: int) -> Contract:
     return Contract({TENSOR_AXIS: SectionedShard(dim, halves)})
 
 
+def add_whole_experts(graph: ModuleGraph, plan: ShardingPlan) -> ShardingPlan:
+    """The plan with a region for every module of experts that is whole and has no boundary.
+
+    Which experts compute is a choice by value, which a check without values cannot follow. A region
+    with nothing cut changes nothing else.
+    """
+    specs = {spec.module: spec for spec in plan.boundaries}
+    contracts = {spec.name: spec.contract for spec in plan.parameters}
+    regions = [spec.module for spec in plan.boundaries if spec.region is not None]
+    for node in graph.modules:
+        named = node.name.rpartition(".")[2] == "experts" and len(node.forward.arguments) == 3
+        if not named or any(node.name == name or is_inside(node.name, name) for name in regions):
+            continue
+        inside = [c for name, c in contracts.items() if is_inside(name, node.name)]
+        below = any(is_inside(name, node.name) for name in specs)
+        if inside and all(contract == REPLICATED for contract in inside) and not below:
+            specs[node.name] = _whole_experts(node, "experts that every rank holds and runs whole")
+    return replaced(plan, graph, specs, plan.parameters)
+
+
 def whole_experts(context: Context, boundary: Boundary) -> BoundarySpec:
     """Experts of a block that is left whole: an opaque region still, with nothing cut."""
+    return _whole_experts(context.graph.module(boundary.module), LEFT_WHOLE)
+
+
+def _whole_experts(node: ModuleNode, reason: str) -> BoundarySpec:
     return BoundarySpec(
-        module=boundary.module,
+        module=node.name,
         kind=BoundaryKind.EXPERTS,
-        inputs=_inputs(context.graph.module(boundary.module), REPLICATED, REPLICATED),
+        inputs=_inputs(node, REPLICATED, REPLICATED),
         outputs=(BoundaryTensor("", REPLICATED, REPLICATED),),
         region=EXPERT_REGION,
-        reason=LEFT_WHOLE,
+        reason=reason,
     )
 
 
