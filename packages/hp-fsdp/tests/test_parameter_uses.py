@@ -213,22 +213,26 @@ CASES = {
 }
 
 
+ALL, HARDEST = slice(None), slice(-1, None)
+"""Which runs of a case: how its units are wrapped and replicated matters to all of them alike."""
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("world", "wrappings", "chosen"),
+    ("world", "wrappings"),
     [
-        (2, (one_unit, each_child), slice(None)),
-        # On replicas the hardest run of each, for the runs of one differ on a rank only.
-        (4, (each_child,), slice(-1, None)),
-        pytest.param(4, (each_child, one_unit), slice(None), marks=pytest.mark.slow),
+        (2, {each_child: ALL, one_unit: HARDEST}),
+        (4, {each_child: HARDEST}),
+        pytest.param(2, {one_unit: ALL}, marks=pytest.mark.slow),
+        pytest.param(4, {each_child: ALL, one_unit: ALL}, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_equal_the_dense_ones_however_parameters_are_used(world, wrappings, chosen):
+def test_gradients_equal_the_dense_ones_however_parameters_are_used(world, wrappings):
     def body(rank):
         mesh = meshes(world)[-1]
         for name, (make, runs) in CASES.items():
-            for run in runs[chosen]:
-                for shard in wrappings:
+            for shard, chosen in wrappings.items():
+                for run in runs[chosen]:
                     try:
                         check_backward(make, lambda m, s=shard: s(m, mesh), run, world, rank)
                     except BaseException as error:

@@ -170,7 +170,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral", "gemma
     size=st.integers(1, 6),
     sequence_parallel=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_plan_covers_every_parameter_once_or_is_refused(
     family,
     width,
