@@ -77,7 +77,10 @@ def test_a_write_of_something_unknown_makes_a_tensor_unknown() -> None:
         made = torch.zeros(4)
         made[1:] = torch.arange(3)
         assert values.holds(made)
-        made[0] = torch.rand(1)[0]
+        row = made.view(2, 2)[0]
+        row[0] = row[1] + 1
+        assert values.holds(made)
+        row[0] = torch.rand(1)[0]
         assert not values.holds(made)
         other = torch.zeros(4)
         other[1:].copy_(torch.rand(3))

@@ -150,8 +150,12 @@ class _Following(TorchFunctionMode):
             if parts is not None:
                 return parts
         known = _is_known(func, args, kwargs, tensors, values)
+        written = tensors[0]._base if known and tensors else None
+        whole = written is not None and values.holds(written)
         result = func(*args, **kwargs)
         if known:
+            if whole and written is not None:  # a view, and what it is a view of
+                values.mark(written)
             values.mark_all(result)
             if result is None and tensors:  # item assignment
                 values.mark(tensors[0])
