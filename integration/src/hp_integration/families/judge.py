@@ -12,6 +12,7 @@ import enum
 import inspect
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -82,26 +83,16 @@ def judge(
     except Exception as error:  # whatever transformers says about tiny sizes
         return Result(family, Verdict.NOT_BUILT, brief(error))
     mesh = mesh or {"tp": 2}
-    result = judge_model(family, model, dense, wanted, mesh, mode, **options)
+    judged = partial(judge_model, family, model, dense, wanted, mesh, mode)
+    result = judged(**options)
     if result.verdict is not Verdict.REFUSED:
         return result
-    return evolve(result, overridden=_as_told(family, model, dense, wanted, mesh, mode))
-
-
-def _as_told(
-    family: str,
-    model: nn.Module,
-    dense: nn.Module,
-    wanted: Tensor,
-    mesh: dict[str, int],
-    mode: Mode,
-) -> Result:
-    """The family once more, with what its refusals say to type."""
+    # Once more, with what its refusals say to type.
     try:
         overrides = follow(model, mesh)
     except PlanError as error:
-        return Result(family, Verdict.REFUSED, str(error))
-    return judge_model(family, model, dense, wanted, mesh, mode, overrides=overrides)
+        return evolve(result, overridden=Result(family, Verdict.REFUSED, str(error)))
+    return evolve(result, overridden=judged(overrides=overrides))
 
 
 def judge_model(
