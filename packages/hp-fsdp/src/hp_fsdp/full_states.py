@@ -52,20 +52,6 @@ def install() -> None:
             setattr(module, name, known)
 
 
-def gathered(value: Any) -> Any:
-    """`value` with every shard in its dicts, lists and tuples replaced by the full tensor.
-
-    Every rank of the shards' meshes must call it.
-    """
-    if isinstance(value, DTensor):
-        return value.detach().full_tensor()
-    if isinstance(value, dict):
-        return {key: gathered(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(gathered(item) for item in value)
-    return value
-
-
 def like(value: Tensor, shard: DTensor, device: torch.device | None = None) -> DTensor:
     """`value`, a full tensor or PyTorch's DTensor, laid out as `shard` is.
 
@@ -86,13 +72,6 @@ def like(value: Tensor, shard: DTensor, device: torch.device | None = None) -> D
     assert isinstance(mesh, DeviceMesh)
     cut = distribute_tensor(value.detach(), mesh, shard.layout.placements).to_local()
     return DTensor.of_layout(cut.to(device or cut.device), shard.layout)
-
-
-def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    def gather_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        return original(gathered(state_dict), *args, **kwargs)
-
-    return gather_state_dict
 
 
 def _cutting(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,7 +125,8 @@ def _keeping(original: Callable[..., Any]) -> Callable[..., Any]:
 def _visiting_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     """For a walk over a state that does one thing to PyTorch's DTensors and another to tensors.
 
-    What it does to the first is right for any shard: they are copied and moved part by part.
+    What it does to the first is right for any shard: they are gathered by their own methods, or
+    copied and moved part by part.
     """
 
     def iterate(value: Any, sharded: Any, dtensor: Any, tensor: Any, **kwargs: Any) -> Any:
@@ -222,7 +202,6 @@ def _uncounted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 _WRAPPERS = (
     (functions, "_init_optim_state", _uncounted),
-    (functions, "_gather_state_dict", _gathering),
     (functions, "_distribute_state_dict", _cutting),
     (functions, "_broadcast_state_dict", _keeping),
     (values, "_broadcast_tensors", _receiving),
