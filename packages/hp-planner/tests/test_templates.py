@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import (
 from hp_dtensor.placements import SectionedShard
 from hp_dtensor.plan import BoundaryKind, Contract, LocalAttribute, RegionKind
 from hp_planner import LintError, plan
+from hp_planner.data_flow import feeds
 
 R = Contract()
 SUMMED = Contract({}, {"tp": Partial()})
@@ -245,6 +246,22 @@ class DroppedAttention(LlamaAttention):
         q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
         output = self.o_proj(eager_attention_forward(self, q, k, v, attention_mask))
         return self.last(output), None
+
+
+class DroppedByHelpers(DroppedMLP):
+    def forward(self, x):
+        return self._given(inner=self._features(x))
+
+    def _features(self, x):
+        return self.inner(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    def _given(self, inner):
+        return self.last(self.down_proj(inner))
+
+
+def test_what_feeds_a_dropout_is_followed_into_methods():
+    assert dict(feeds(DroppedByHelpers)) == dict(feeds(DroppedMLP))
+    assert dict(feeds(DroppedMLP))["inner"] == {"act_fn", "gate_proj", "up_proj"}
 
 
 def test_a_dropout_whose_place_is_not_known_is_refused_by_name():
