@@ -101,7 +101,7 @@ class Run:
         except subprocess.TimeoutExpired:
             pytest.fail(f"still running after {timeout} s; output so far:\n{self.output}")
 
-    def succeeded(self, timeout: float = 120) -> str:
+    def succeeded(self, timeout: float = 240) -> str:
         """The output of a run that has to end with status 0."""
         status = self.wait(timeout)
         assert status == 0, self.output

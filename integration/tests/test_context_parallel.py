@@ -188,7 +188,7 @@ def test_values_and_gradients_are_those_of_dense_attention_for_any_mask(
                 holder, mine, given_inputs | {"attention_mask": additive(mask) if eager else mask}
             )
 
-    run_ranks(body, ranks, timeout=120)
+    run_ranks(body, ranks, timeout=240)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

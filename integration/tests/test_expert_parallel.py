@@ -207,7 +207,7 @@ def test_values_and_gradients_are_those_of_the_dense_experts_for_any_routing(
         for indices in examples:
             compare(block, mine, rank, indices)
 
-    run_ranks(body, ranks, timeout=120)
+    run_ranks(body, ranks, timeout=240)
 
 
 @pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm"])
@@ -219,7 +219,7 @@ def test_the_modules_other_implementations_compute_inside(implementation: str) -
         for indices in examples:
             compare(block, mine, rank, indices)
 
-    run_ranks(body, 2, timeout=120)
+    run_ranks(body, 2, timeout=240)
 
 
 def test_experts_gradients_are_of_the_mean_loss_over_the_axis() -> None:

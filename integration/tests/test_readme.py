@@ -20,7 +20,7 @@ def test_the_python_example_runs(tmp_path: Path) -> None:
         env={**outside, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -66,7 +66,7 @@ def test_the_report_is_complete(small_run: list[str], tmp_path: Path, capfd) -> 
     from hp_integration.world import World
 
     arguments = [*small_run, "--mesh", "dp_shard=2,tp=2", "--steps", "2", "--out", str(tmp_path)]
-    run_ranks(lambda: run(arguments, World.current()), 4, timeout=120)
+    run_ranks(lambda: run(arguments, World.current()), 4, timeout=240)
     shown = capfd.readouterr().out
     for part in (
         "4 ranks on 1 host",

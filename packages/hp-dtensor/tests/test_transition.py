@@ -338,7 +338,7 @@ def examples_on_gloo(rank: int, sizes: tuple[int, ...]) -> int:
 @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
 def test_gloo_agrees_with_the_simulator(sizes: tuple[int, ...]) -> None:
     world = torch.Size(sizes).numel()
-    results = run_ranks(lambda rank: examples_on_gloo(rank, sizes), world, timeout=120)
+    results = run_ranks(lambda rank: examples_on_gloo(rank, sizes), world, timeout=240)
     assert results == [40] * world
 
 

@@ -74,7 +74,7 @@ def test_gradients_and_three_optimizer_steps_equal_the_dense_model(world):
                 atol=1e-5,
             )
 
-    run_ranks(body, world, timeout=120)
+    run_ranks(body, world, timeout=240)
 
 
 # -- uneven shards, other dims, precision ---------------------------------------------------------

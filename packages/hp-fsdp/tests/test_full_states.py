@@ -142,7 +142,7 @@ def test_full_states_of_model_and_optimizer_are_the_dense_ones_and_load_anywhere
                         value, twin.get_parameter(name).detach(), rtol=1e-5, atol=1e-6
                     )
 
-    run_ranks(body, 4, timeout=120)
+    run_ranks(body, 4, timeout=240)
 
 
 @pytest.mark.ranks
@@ -167,7 +167,7 @@ def test_states_are_exchanged_with_pytorchs_fsdp2_in_memory_however_they_are_pla
                         source.load_state_dict(model.state_dict())
                         assert torch.equal(weights[1].full_tensor(), 2 * found["0.weight"])
 
-    run_ranks(body, 4, timeout=120)
+    run_ranks(body, 4, timeout=240)
 
 
 @pytest.mark.ranks

@@ -239,4 +239,4 @@ def test_gradients_equal_the_dense_ones_however_parameters_are_used(world, wrapp
                         error.add_note(f"case {name}, {run.__name__}, {shard.__name__}")
                         raise
 
-    run_ranks(body, world, timeout=120)
+    run_ranks(body, world, timeout=240)

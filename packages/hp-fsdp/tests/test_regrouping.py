@@ -75,7 +75,7 @@ def test_backward_gathers_within_the_group_and_gradients_equal_the_dense_ones():
                 assert (False, 2) in sizes
                 assert ((False, 4) in sizes) == packed, sizes
 
-    run_ranks(body, 4, timeout=120)
+    run_ranks(body, 4, timeout=240)
 
 
 @pytest.mark.ranks

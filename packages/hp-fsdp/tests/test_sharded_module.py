@@ -257,7 +257,7 @@ def test_units_that_only_some_ranks_use_count_as_zero_on_the_others(mesh_shape):
                         if parameter.grad is not None:
                             parameter.sub_(parameter.grad, alpha=0.1)
 
-    run_ranks(body, world, timeout=120)
+    run_ranks(body, world, timeout=240)
 
 
 class Scaled(nn.Module):
@@ -321,4 +321,4 @@ def test_compiled_layers_compute_and_differentiate_like_dense_ones():
             assert_same(full_gradients(model), expected)
         assert graphs
 
-    run_ranks(body, 2, timeout=120)
+    run_ranks(body, 2, timeout=240)

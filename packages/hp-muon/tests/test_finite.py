@@ -51,7 +51,7 @@ def test_every_rank_names_the_parameter_nothing_is_written_and_the_next_step_wor
         optimizer.step()
         assert not untouched(optimizer, parameters)
 
-    run_ranks(body, 4, timeout=60)
+    run_ranks(body, 4, timeout=200)
 
 
 @pytest.mark.ranks
@@ -75,7 +75,7 @@ def test_ranks_agree_over_several_meshes_if_one_has_all_ranks_else_after_the_exc
                 optimizer.step()
             assert bool((parameters[0].to_local() == 1).all()) == early
 
-    run_ranks(body, 4, timeout=60)
+    run_ranks(body, 4, timeout=200)
 
 
 @pytest.mark.ranks

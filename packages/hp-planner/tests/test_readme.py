@@ -15,7 +15,7 @@ def test_the_example_prints_what_the_readme_shows(tmp_path):
     script = tmp_path / "example.py"
     script.write_text(code)
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=240
     )
     assert done.stdout == shown
 

@@ -95,7 +95,7 @@ def compare(family, changes, options):
             errors[spec.name] = error(parameters[spec.name].grad, part)
         return max(errors.items(), key=lambda item: item[1])
 
-    return max(run_ranks(body, 2, timeout=60), key=lambda worst: worst[1])
+    return max(run_ranks(body, 2, timeout=200), key=lambda worst: worst[1])
 
 
 @pytest.mark.parametrize("case", CASES)

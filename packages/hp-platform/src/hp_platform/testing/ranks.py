@@ -77,7 +77,7 @@ def run_ranks(
     body: Callable[..., Any],
     world_size: int,
     *,
-    timeout: float = 60,
+    timeout: float = 120,
     backend: str = "gloo",
 ) -> list[Any]:
     """Runs `body(rank)`, or `body()`, on `world_size` ranks and returns their results.
@@ -107,7 +107,7 @@ def run_placed_ranks(
     body: Callable[..., Any],
     places: Sequence[Place],
     *,
-    timeout: float = 60,
+    timeout: float = 120,
     backend: str = "gloo",
 ) -> list[Any]:
     """`run_ranks` with one rank at each of `places`, which may be different hosts."""

@@ -58,7 +58,7 @@ class TwoTierNetwork:
         """Number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
-    def run(self, body: Callable[..., Any], *, timeout: float = 60) -> list[Any]:
+    def run(self, body: Callable[..., Any], *, timeout: float = 120) -> list[Any]:
         """What `run_ranks` does, with the ranks on their hosts: `GROUP_RANK` is the host.
 
         Raises:
