@@ -99,7 +99,7 @@ DOMAINS: Mapping[str, tuple[Arguments, ...]] = {
         ("addcmul addcdiv", (given(X, Y, ABOVE_ONE),)),
         ("where", (given(TRUTH, X, Y), given(X, TRUTH, Y))),
         ("masked_fill", (given(X, TRUTH, 2.0),)),
-        ("fill_", (given(X, 2.0),)),
+        ("fill_ constant_", (given(X, 2.0),)),
         ("clamp clip hardtanh", (given(X, -1.0, 1.0),)),
         ("clamp_min", (given(X, -1.0),)),
         ("clamp_max", (given(X, 1.0),)),

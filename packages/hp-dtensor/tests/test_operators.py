@@ -111,11 +111,13 @@ def test_every_function_agrees_with_the_dense_one_on_parts(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_rules_agree_with_the_dense_functions_on_three_axes() -> None:
+@pytest.mark.parametrize("share", range(4))
+def test_rules_agree_with_the_dense_functions_on_three_axes(share: int) -> None:
     mesh = {"dp": 2, "cp": 2, "tp": 2}
-    evidence = gather_evidence(firsts(), mesh, draws=30, enough=3, seed=9)
+    mine = firsts()[share::4]
+    evidence = gather_evidence(mine, mesh, draws=30, enough=3, seed=9 + 1000 * share)
     assert evidence.wrong == {}
-    assert sum(count > 0 for count in evidence.accepted.values()) > 250
+    assert sum(count > 0 for count in evidence.accepted.values()) > 0.8 * len(mine)
 
 
 # -- planted faults --------------------------------------------------------------------------------

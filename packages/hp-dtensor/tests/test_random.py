@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dtensor_checks import mesh_of, spread
+from torch import nn
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.initializers import Initializing
 from hp_dtensor.layout import Layout, attach_layout
 from hp_dtensor.placements import Partial, RaggedShard, Replicate, Shard
 from hp_dtensor.random import Dropout, RandomState, dropout, normal_, rand, seed, threefry, uniform_
+from hp_dtensor.testing.lockstep import run_lockstep
 from hp_platform.testing import run_ranks
 
 
@@ -125,6 +130,44 @@ def test_dropout_passes_pending_sums_and_gradients() -> None:
         torch.testing.assert_close(placed.grad.full_tensor(), value.grad)
 
     run_ranks(body, 2)
+
+
+def _initialized(module: nn.Module) -> dict[str, torch.Tensor]:
+    with Initializing(seed(3)):
+        for child in module.children():
+            child.reset_parameters()  # type: ignore[operator]
+        nn.init.trunc_normal_(module[2].weight, std=0.1)  # type: ignore[index]
+        module[0].bias.data.normal_(0.0, 0.1)  # type: ignore[index]
+    return dict(module.named_parameters())
+
+
+def test_initialisers_give_every_layout_its_part_of_the_same_values() -> None:
+    def parts() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.Conv1d(3, 4, 2), nn.Embedding(7, 4))
+
+    whole = _initialized(parts())
+
+    def body(mesh: Any) -> None:
+        for kind in (DTensor.of_layout, attach_layout):
+            module = parts()
+            layouts = {name: Layout(mesh, [Shard(p.ndim - 1)], p.shape)
+                       for name, p in module.named_parameters()}  # fmt: skip
+            for name, layout in layouts.items():
+                owner, leaf = name.split(".")
+                own = nn.Parameter(kind(torch.empty(layout.local_shape()), layout))
+                plain = kind is attach_layout
+                own = attach_layout(own, layout) if plain else own
+                setattr(module.get_submodule(owner), leaf, own)
+            for name, found in _initialized(module).items():
+                local = found.to_local() if isinstance(found, DTensor) else found
+                expected = whole[name].reshape(-1)[layouts[name].owned_indices()]
+                assert torch.equal(local.reshape(-1), expected), name
+        with Initializing(seed(3)), pytest.raises(NotImplementedError, match="a part of"):
+            module[2].weight[0].fill_(0)  # type: ignore[index, operator]
+
+    run_lockstep(body, {"tp": 3})
+    with Initializing(seed(3)), pytest.raises(NotImplementedError, match="differ between ranks"):
+        nn.init.sparse_(torch.empty(4, 4), 0.5)
 
 
 def test_random_values_do_not_fill_integers() -> None:

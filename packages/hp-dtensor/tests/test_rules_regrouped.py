@@ -73,8 +73,8 @@ def on(placement: Placement, shape: tuple[int, ...] = (5, 6), ways: int = 3) -> 
 def test_dims_that_are_cut_are_brought_together_and_the_result_back() -> None:
     for function in ALONG:
         call = DenseCall.of(function, [X])
-        layouts = [[on(kind)] for kind in KINDS]
-        assert compare_simulated(call, {"tp": 3}, layouts) == [None] * len(KINDS)
+        layouts = [[on(kind)] for kind in KINDS[1:]]
+        assert compare_simulated(call, {"tp": 3}, layouts) == [None] * len(layouts)
 
 
 def test_two_axes_on_the_dims_are_both_undone() -> None:
@@ -131,7 +131,8 @@ SELECTIONS: tuple[Callable[[Any, Any], Any], ...] = (
 
 def test_a_mask_may_be_cut_otherwise_than_what_it_selects_from() -> None:
     tried = (*KINDS[::2], Replicate())
-    pairs = [[on(kind), on(other)] for kind in tried for other in tried]
+    turned = [tried[i:] + tried[:i] for i in range(3)]
+    pairs = [[on(kind), on(other)] for others in turned for kind, other in zip(tried, others)]
     for function in SELECTIONS:
         call = DenseCall.of(function, [X, MASK])
         assert compare_simulated(call, {"tp": 3}, pairs) == [None] * len(pairs)

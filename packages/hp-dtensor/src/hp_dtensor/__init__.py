@@ -75,7 +75,7 @@ if TYPE_CHECKING:
         Transition,
     )
 
-_SUBMODULES = ("random", "testing")
+_SUBMODULES = ("initializers", "random", "testing")
 
 # Public name -> module that defines it.
 _EXPORTS = {

@@ -34,7 +34,7 @@ NONLINEAR = words(
     softplus logsigmoid softsign tanhshrink sqrt square tan tanh threshold trunc fix xlogy
     addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less
     less_equal not_equal isclose bitwise_and bitwise_or bitwise_xor bitwise_not
-    bitwise_left_shift bitwise_right_shift floor_divide fill_ __rpow__
+    bitwise_left_shift bitwise_right_shift floor_divide fill_ constant_ __rpow__
     __floordiv__ __rfloordiv__ __rmod__ __mod__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__
     __invert__ __and__ __or__ __xor__ __rand__ __ror__ __rxor__ __lshift__ __rshift__ __ipow__
     __iand__ __ior__ __ixor__ __ifloordiv__ __imod__ __rlshift__ __rrshift__ __rshift__
@@ -272,7 +272,7 @@ def no_generator(call: Call) -> Recipe:
         "each rank's own generator would give shards numbers that depend on the layout, and "
         "replicas different ones",
         "use hp_dtensor.random (rand, normal_, dropout, Dropout), whose values belong to the "
-        "global tensor",
+        "global tensor, and hp_dtensor.initializers.Initializing around a module's initialisers",
     )
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hp_dtensor.adjoint import dual, has_adjoint, pairing
+from hp_dtensor.cuts import indices_of
 from hp_dtensor.layout import Coordinate, Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
@@ -184,7 +185,7 @@ def distributed_tensors(
 
 
 def _integers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    return torch.randint(-8, 9, shape, generator=generator).to(dtype)
+    return torch.randint(-8, 9, shape, generator=generator, dtype=dtype)
 
 
 def spread(dense: Tensor, layout: Layout, *, seed: int = 0) -> list[Tensor]:
@@ -211,12 +212,12 @@ def _spread(dense: Tensor, layout: Layout, owned: Sequence[Tensor], seed: int) -
 def _owned(layout: Layout) -> list[Tensor]:
     """Every rank's `owned_indices`. Ranks that hold the same share a tensor."""
     known: dict[object, Tensor] = {}
-    every = []
+    every, shape = [], layout.view_shape(layout.flat_dims)
     for coord in layout.abstract_mesh.coordinates():
         runs = layout.view_runs(0, coord)
         own = known.get(runs)
         if own is None:
-            own = known[runs] = layout.owned_indices(coord)
+            own = known[runs] = indices_of(runs, shape)
         every.append(own)
     return every
 
@@ -264,20 +265,21 @@ def collect(layout: Layout, locals_: Sequence[Tensor]) -> Tensor:
 def _collect(layout: Layout, locals_: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
     mesh, partial = layout.abstract_mesh, layout.partial_axes()
     for coord, local in zip(mesh.coordinates(), locals_):
-        assert tuple(local.shape) == layout.local_shape(coord), (
-            f"{layout} at {coord}: local shape {tuple(local.shape)}, "
-            f"expected {layout.local_shape(coord)}"
+        expected = layout.local_shape(coord)
+        assert local.shape == expected, (
+            f"{layout} at {coord}: local shape {tuple(local.shape)}, expected {expected}"
         )
     sizes = [mesh.sizes[axis] for axis in partial]
     held = _held(layout, partial, owned)
     values = torch.cat([local.reshape(-1) for local in locals_])
     parts = values.new_zeros(math.prod(sizes) * layout.numel)
-    parts[held] = values
+    parts.index_copy_(0, held, values)
     # Of several ranks that hold an element one has written it: all must read what they hold.
-    agrees = parts[held] == values
-    assert agrees.all(), f"{layout} at {_first(layout, ~agrees)}: replicas differ"
-    known = torch.zeros(parts.shape, dtype=torch.bool)
-    known[held] = True
+    found = parts.index_select(0, held)
+    assert torch.equal(found, values), (
+        f"{layout} at {_first(layout, found != values)}: replicas differ"
+    )
+    known = torch.zeros(parts.shape, dtype=torch.bool).index_fill_(0, held, True)
     assert known.all(), f"{layout}: elements are missing"
     return _reduced(layout, parts.reshape(*sizes, layout.numel)).reshape(layout.shape)
 
