@@ -459,9 +459,11 @@ def _severity(difference: Difference) -> float:
 def _first(found: Mapping[str, Sequence[Difference]]) -> str | None:
     """Forward before backward before parameters: a wrong output makes wrong gradients."""
     for kind, verb in (("forward", "output"), ("backward", "gradient of the output")):
+        before = ""
         for difference in found[kind]:
             if not difference.ok:
-                return _told(difference, f"{verb} of {difference.name}")
+                return _told(difference, f"{verb} of {difference.name}") + before
+            before = f"; the one computed before it, of {difference.name}, agrees"
     for difference in (*found["loss"], *found["gradient"]):
         if not difference.ok:
             what = "the loss" if difference.name == "loss" else f"gradient of {difference.name}"
