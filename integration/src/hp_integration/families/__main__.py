@@ -1,4 +1,7 @@
-"""`python -m hp_integration.families [FAMILY ...] [--write FILE]`: the table of families."""
+"""`python -m hp_integration.families [FAMILY ...] [--write FILE]`: the table of families.
+
+`--mode validate` runs the same ranks with every check on, `--mode meta` one process without values.
+"""
 
 from __future__ import annotations
 
