@@ -12,7 +12,7 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from hp_dtensor import dispatch, end_of_backward, production, steps, vocabulary
-from hp_dtensor.cuts import Chunk, Runs
+from hp_dtensor.cuts import Chunk, Run
 from hp_dtensor.layout import Layout
 from hp_dtensor.rules.recipe import Call, Recipe, Rule
 from hp_dtensor.rules.table import rule_for
@@ -32,7 +32,7 @@ def forgotten_adjoint() -> AbstractContextManager[Any]:
 
 def swapped_ranks() -> AbstractContextManager[Any]:
     """What comes from coordinate 0 is put where coordinate 1's belongs."""
-    right = vars(steps.RankStep)["unpack"].func
+    right = steps.RankStep.unpack.fget
 
     def swapped(self: steps.RankStep) -> Callable[[Tensor], Tensor]:
         put = right(self)
@@ -113,12 +113,12 @@ def no_reduction_in_production() -> AbstractContextManager[Any]:
 
 
 def wrong_order_of_cut() -> AbstractContextManager[Any]:
-    right = Chunk.keep
+    right = Chunk.spans
 
-    def wrong(self: Chunk, runs: Runs, index: int) -> Runs:
-        return right(self, runs, (index + 1) % self.count)
+    def wrong(self: Chunk, size: int, index: int) -> list[Run]:
+        return right(self, size, (index + 1) % self.count)
 
-    return mock.patch.object(Chunk, "keep", wrong)
+    return mock.patch.object(Chunk, "spans", wrong)
 
 
 def without_adjoints() -> AbstractContextManager[Any]:

@@ -101,7 +101,6 @@ def test_local_shapes_and_dim_indices_agree_with_owned_indices(layout: Layout) -
         assert own.dtype == torch.int64
         local_shape = layout.local_shape(coord)
         assert own.numel() == layout.local_numel(coord) == torch.Size(local_shape).numel()
-        assert layout.largest_numel >= own.numel()
         if layout.flat_dims <= 1:
             grid = torch.arange(layout.numel).reshape(layout.shape)
             for dim in range(layout.ndim):
@@ -110,6 +109,9 @@ def test_local_shapes_and_dim_indices_agree_with_owned_indices(layout: Layout) -
             assert torch.equal(grid.reshape(-1), own)
     shapes = {layout.local_shape(coord) for coord in layout.abstract_mesh.coordinates()}
     assert layout.is_even == (len(shapes) == 1)
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    assert layout.numel_bounds == (min(sizes), max(sizes))
+    assert layout.largest_numel == max(sizes)
 
 
 def known_to_pytorch(shape: tuple[int, ...], factor: int) -> list[Placement]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,8 +14,8 @@ from hypothesis import find, given, settings
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hp_dtensor import path, steps, testing, transition
-from hp_dtensor.cuts import Chunk, Runs
+from hp_dtensor import path, pieces, steps, testing, transition
+from hp_dtensor.cuts import Chunk, Run
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import RaggedShard, SectionedShard
@@ -55,13 +56,13 @@ def test_without_a_fault_every_pair_of_kinds_passes() -> None:
 
 
 def test_a_shard_from_the_wrong_coordinate_is_caught() -> None:
-    def wrong(self: Chunk, runs: Runs, index: int) -> Runs:
-        return right(self, runs, (index + 1) % self.count)
+    def wrong(self: Chunk, size: int, index: int) -> list[Run]:
+        return right(self, size, (index + 1) % self.count)
 
-    right = Chunk.keep
+    right = Chunk.spans
     correct = Layout({"tp": 2}, (Shard(0),), (5,))
     values = spread(torch.arange(5.0), correct)
-    with mock.patch.object(Chunk, "keep", wrong):
+    with mock.patch.object(Chunk, "spans", wrong):
         swapped = Layout({"tp": 2}, (Shard(0),), (5,))
         with pytest.raises(AssertionError):
             collect(swapped, values)
@@ -85,13 +86,17 @@ def test_a_missing_reduction_is_caught() -> None:
         assert caught()
 
 
-def test_blocks_put_down_in_the_wrong_order_are_caught() -> None:
-    def unordered(self: steps.RankStep) -> Callable[[Tensor], Tensor]:
-        return right(evolve(self, in_order=True))
+def test_pieces_put_down_in_the_wrong_order_are_caught() -> None:
+    right = pieces.Pieces.of
+    for neglected in ("as_they_lie", "whole"):
+        changes = {neglected: True}
 
-    right = vars(steps.RankStep)["unpack"].func
-    with mock.patch.object(steps.RankStep, "unpack", property(unordered)):
-        assert caught()
+        def wrong(*arguments: Any, _changes: dict[str, Any] = changes) -> pieces.Pieces:
+            return evolve(right(*arguments), **_changes)
+
+        with mock.patch.object(pieces.Pieces, "of", wrong):
+            assert caught(), neglected
+        transition._compiled_steps.cache_clear()
 
 
 def test_gathering_an_outer_cut_first_is_caught() -> None:

@@ -13,31 +13,32 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from hp_dtensor.cuts import Run, Runs, length, merged, runs_to_indices
+from hp_dtensor.cuts import Run, Runs, full_run, length, merged, runs_to_indices
 
 Index = slice | Tensor
 
 
-@frozen(eq=False)
+@frozen(eq=False, slots=False)
 class Block:
     """Positions along every dim of a local tensor.
 
     Attributes:
         index: per dim, a slice or a 1-D int64 tensor of positions.
         shape: number of positions per dim.
-        whole: the block is the whole local tensor.
-        cut: the dims of which it has a part only.
+        chosen: the dims of which it has a part only, or that it has in another order.
     """
 
     index: tuple[Index, ...]
     shape: tuple[int, ...]
-    numel: int
-    whole: bool
-    cut: tuple[int, ...]
+    chosen: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def take(self, tensor: Tensor) -> Tensor:
         """The block of `tensor`, of shape `self.shape`; a view where it is made of slices."""
-        for dim in self.cut:
+        for dim in self.chosen:
             index = self.index[dim]
             if isinstance(index, slice):
                 tensor = tensor.narrow(dim, index.start, index.stop - index.start)
@@ -51,7 +52,7 @@ class Block:
             return
         values = values.reshape(self.shape)
         lists = []
-        for dim in self.cut:
+        for dim in self.chosen:
             index = self.index[dim]
             if isinstance(index, slice):
                 target = target.narrow(dim, index.start, index.stop - index.start)
@@ -79,30 +80,11 @@ class Block:
         )
 
 
-Positions = tuple[Runs, ...]
-"""Per dim of a local tensor."""
-
-
-def common_positions(first: Sequence[Runs], second: Sequence[Runs]) -> tuple[Positions, Positions]:
-    """What two ranks have in common, as positions in each one's local tensor."""
-    of_first, of_second = [], []
-    for one, other in zip(first, second):
-        if one == other:
-            positions: tuple[Runs, Runs] = (_all(one), _all(other))
-        else:
-            positions = _common_positions(one, other)
-        of_first.append(positions[0])
-        of_second.append(positions[1])
-    return tuple(of_first), tuple(of_second)
-
-
-def _all(runs: Runs) -> Runs:
-    size = length(runs)
-    return ((0, size),) if size else ()
-
-
-def _common_positions(first: Runs, second: Runs) -> tuple[Runs, Runs]:
-    """Positions, in each run list, of the indices that are in both."""
+def common_positions(first: Runs, second: Runs) -> tuple[Runs, Runs]:
+    """Of the indices along a dim that are in both run lists, the positions in each."""
+    if first == second:
+        every = full_run(length(first))
+        return every, every
     of_first: list[Run] = []
     of_second: list[Run] = []
     i = j = before_first = before_second = 0
@@ -121,15 +103,19 @@ def _common_positions(first: Runs, second: Runs) -> tuple[Runs, Runs]:
     return merged(of_first), merged(of_second)
 
 
-def block_at(positions: Positions, view: Sequence[int]) -> Block:
-    """The block at these positions of a local tensor of shape `view`."""
+def block_at(positions: Sequence[Runs], view: Sequence[int]) -> Block:
+    """The block at these positions, in this order, of a local tensor of shape `view`."""
     index: list[Index] = []
     shape: list[int] = []
-    for runs in positions:
+    chosen: list[int] = []
+    for dim, runs in enumerate(positions):
+        size = length(runs)
+        shape.append(size)
         if len(runs) > 1:
             index.append(runs_to_indices(runs))
+            chosen.append(dim)
         else:
             index.append(slice(*runs[0]) if runs else slice(0, 0))
-        shape.append(length(runs))
-    cut = tuple([dim for dim, size in enumerate(view) if shape[dim] != size])
-    return Block(tuple(index), tuple(shape), math.prod(shape), not cut, cut)
+            if size != view[dim]:
+                chosen.append(dim)
+    return Block(tuple(index), tuple(shape), tuple(chosen))

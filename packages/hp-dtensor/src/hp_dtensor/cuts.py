@@ -91,6 +91,19 @@ def flat_indices(per_dim: Sequence[Runs], shape: Sequence[int]) -> list[int]:
     return indices
 
 
+def indices_of(per_dim: Sequence[Runs], shape: Sequence[int]) -> Tensor:
+    """Row-major flat indices, ascending, of a product of runs in a tensor of this shape: 1-D
+    int64."""
+    if not shape:
+        return torch.zeros(1, dtype=torch.int64)
+    if math.prod([length(runs) for runs in per_dim]) <= FEW:
+        return torch.tensor(flat_indices(per_dim, shape), dtype=torch.int64)
+    indices = runs_to_indices(per_dim[0])
+    for runs, size in zip(per_dim[1:], shape[1:]):
+        indices = (indices.unsqueeze(-1) * size + runs_to_indices(runs)).view(-1)
+    return indices
+
+
 def flatten_runs(per_dim: Sequence[Runs], shape: Sequence[int]) -> Runs:
     """Runs over the row-major flattening of dims of sizes `shape`, held as a product."""
     flat: Runs = ((0, 1),)
@@ -107,10 +120,21 @@ def flatten_runs(per_dim: Sequence[Runs], shape: Sequence[int]) -> Runs:
     return merged(flat)
 
 
-def _chunk(runs: Runs, count: int, index: int) -> list[Run]:
-    size = length(runs)
+def _kept(runs: Runs, spans: Sequence[Run]) -> Runs:
+    """What lies at these positions of the list."""
+    if len(spans) == 1:
+        return merged(slice_runs(runs, *spans[0]))
+    return merged([run for low, high in spans for run in slice_runs(runs, low, high)])
+
+
+def total(spans: Sequence[Run]) -> int:
+    return sum([high - low for low, high in spans])
+
+
+def _chunk(size: int, count: int, index: int) -> Run:
     step = -(-size // count)
-    return slice_runs(runs, min(index * step, size), min((index + 1) * step, size))
+    low = min(index * step, size)
+    return low, min(low + step, size)
 
 
 @frozen
@@ -120,8 +144,20 @@ class Chunk:
     axis: int
     count: int
 
+    def spans(self, size: int, index: int) -> list[Run]:
+        """Positions that coordinate `index` keeps of a run list of `size` indices."""
+        return [_chunk(size, self.count, index)]
+
+    def kept(self, size: int) -> set[int]:
+        """How many of `size` indices coordinates keep: all numbers that there are."""
+        step = -(-size // self.count)
+        if step * self.count == size:
+            return {step}
+        whole, rest = divmod(size, step)
+        return {step, rest, 0} if whole + 1 < self.count else {step, rest}
+
     def keep(self, runs: Runs, index: int) -> Runs:
-        return merged(_chunk(runs, self.count, index))
+        return _kept(runs, self.spans(length(runs), index))
 
 
 @frozen
@@ -132,11 +168,21 @@ class Strided:
     count: int
     pieces: int
 
-    def keep(self, runs: Runs, index: int) -> Runs:
-        kept: list[Run] = []
+    def spans(self, size: int, index: int) -> list[Run]:
+        """As `Chunk.spans`."""
+        found = []
         for piece in range(self.pieces):
-            kept += _chunk(merged(_chunk(runs, self.pieces, piece)), self.count, index)
-        return merged(kept)
+            start, stop = _chunk(size, self.pieces, piece)
+            low, high = _chunk(stop - start, self.count, index)
+            found.append((start + low, start + high))
+        return found
+
+    def kept(self, size: int) -> set[int]:
+        """As `Chunk.kept`."""
+        return {total(self.spans(size, index)) for index in range(self.count)}
+
+    def keep(self, runs: Runs, index: int) -> Runs:
+        return _kept(runs, self.spans(length(runs), index))
 
 
 @frozen
@@ -147,11 +193,23 @@ class Sectioned:
     count: int
     bounds: tuple[Run, ...]
 
+    def spans(self, size: int, index: int) -> list[Run]:
+        """As `Chunk.spans`, where the whole dim is still held."""
+        found = []
+        for start, stop in self.bounds:
+            low, high = _chunk(stop - start, self.count, index)
+            found.append((start + low, start + high))
+        return found
+
+    def kept(self, size: int) -> set[int]:
+        """As `Chunk.kept`."""
+        return {total(self.spans(size, index)) for index in range(self.count)}
+
     def keep(self, runs: Runs, index: int) -> Runs:
         kept: list[Run] = []
         for low, high in self.bounds:
-            inside = [(max(a, low), min(b, high)) for a, b in runs if a < high and b > low]
-            kept += _chunk(merged(inside), self.count, index)
+            inside = merged([(max(a, low), min(b, high)) for a, b in runs if a < high and b > low])
+            kept += slice_runs(inside, *_chunk(length(inside), self.count, index))
         return merged(kept)
 
 
@@ -164,10 +222,19 @@ class Ragged:
     dims: int
     units: tuple[int, ...]
 
+    def spans(self, size: int, index: int) -> list[Run]:
+        """As `Chunk.spans`."""
+        unit = size // sum(self.units)
+        low = sum(self.units[:index]) * unit
+        return [(low, low + self.units[index] * unit)]
+
+    def kept(self, size: int) -> set[int]:
+        """As `Chunk.kept`."""
+        unit = size // sum(self.units)
+        return {unit * share for share in self.units}
+
     def keep(self, runs: Runs, index: int) -> Runs:
-        unit = length(runs) // sum(self.units)
-        before = sum(self.units[:index]) * unit
-        return merged(slice_runs(runs, before, before + self.units[index] * unit))
+        return _kept(runs, self.spans(length(runs), index))
 
     def divides(self, size: int) -> bool:
         return size % sum(self.units) == 0

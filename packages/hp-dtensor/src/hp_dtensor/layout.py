@@ -15,26 +15,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_dtensor.cut_order import flattened, ordered_cuts
-from hp_dtensor.cuts import (
-    FEW,
-    Cut,
-    Ragged,
-    Runs,
-    flat_indices,
-    flatten_runs,
-    full_run,
-    length,
-    runs_to_indices,
-)
+from hp_dtensor.cut_order import Cuts, flattened, ordered_cuts
+from hp_dtensor.cuts import Runs, indices_of, runs_to_indices
+from hp_dtensor.holdings import Coordinate as Coordinate
+from hp_dtensor.holdings import Holdings
 from hp_dtensor.layout_checks import (
     as_gradients,
     as_mesh,
@@ -43,6 +33,7 @@ from hp_dtensor.layout_checks import (
     check_count,
     check_placement,
     check_reductions,
+    check_whole_units,
     may_be_gradient,
     normalized,
     partial_extreme,
@@ -64,7 +55,7 @@ from hp_dtensor.placements import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Coordinate = tuple[int, ...]
+_IRREGULAR = frozenset({RaggedShard, SectionedShard, StridedShard})
 
 
 @frozen(repr=False, cache_hash=True, slots=False)
@@ -102,17 +93,28 @@ class Layout:
         check_reductions(fitting)
         for axis, placement in enumerate(fitting):
             check_placement(placement, mesh.axis_names[axis], mesh.sizes[axis], self.shape)
-        object.__setattr__(self, "cuts", ordered_cuts(self.abstract_mesh, fitting, self.shape))
-        object.__setattr__(self, "_memo", {})
-        self._check_ragged()
+        self._cut()
 
     # One ordered list of cuts per tensor dim; the flattening cut of a RaggedShard over several
     # dims is in the list of each of them, last.
-    cuts: tuple[tuple[Cut, ...], ...] = field(init=False, eq=False)
+    cuts: Cuts = field(init=False, eq=False)
 
-    # Index runs and local shapes by coordinate. They follow from the cuts alone, so a layout has
-    # them in common with its dual; pure functions of an immutable value, kept with it.
-    _memo: dict[Any, Any] = field(init=False, eq=False)
+    # What each coordinate holds. It follows from the cuts alone, so a layout has it in common
+    # with its dual.
+    holdings: Holdings = field(init=False, eq=False)
+
+    def _cut(self) -> None:
+        """Works out the cuts.
+
+        Raises:
+            ValueError: placements do not fit together.
+        """
+        cuts = ordered_cuts(self.abstract_mesh, self.placements, self.shape)
+        object.__setattr__(self, "cuts", cuts)
+        holdings = Holdings(self.shape, cuts, flattened(self.placements))
+        object.__setattr__(self, "holdings", holdings)
+        if any(type(placement) is RaggedShard for placement in self.placements):
+            check_whole_units(holdings, self.abstract_mesh, self.placements)
 
     def _of_same_tensor(self, placements: tuple[Placement, ...]) -> Layout:
         """Other placements, each of which some layout of this mesh and shape has on its axis.
@@ -126,16 +128,13 @@ class Layout:
         made = self._unchecked(
             placements, tuple([default_grad_placement(placement) for placement in placements])
         )
-        object.__setattr__(made, "cuts", ordered_cuts(self.abstract_mesh, placements, self.shape))
-        object.__setattr__(made, "_memo", {})
-        if any(type(placement) is RaggedShard for placement in placements):
-            made._check_ragged()
+        made._cut()
         return made
 
     def _unchecked(
         self, placements: tuple[Placement, ...], gradients: tuple[Placement, ...]
     ) -> Layout:
-        """A layout on the same mesh and of the same shape, without cuts and memo."""
+        """A layout on the same mesh and of the same shape, without cuts."""
         made = Layout.__new__(Layout)
         # In attrs' own order; cached_property would find these under the same names.
         vars(made).update(
@@ -166,38 +165,6 @@ class Layout:
                 )
         return gradients
 
-    def _check_ragged(self) -> None:
-        if self.flat_dims > 1:
-            for coord in self._cutting_coordinates(range(self.flat_dims)):
-                self._leading_runs(coord, check=True)
-        for dim, cuts in enumerate(self.cuts):
-            if dim >= self.flat_dims * (self.flat_dims > 1) and any(
-                type(cut) is Ragged for cut in cuts
-            ):
-                for coord in self._cutting_coordinates([dim]):
-                    self._check_units(dim, coord)
-
-    def _check_units(self, dim: int, coord: Coordinate) -> None:
-        runs = full_run(self.shape[dim])
-        for cut in self.cuts[dim]:
-            if type(cut) is Ragged:
-                self._check_whole_units(cut, runs, coord)
-            runs = cut.keep(runs, coord[cut.axis])
-
-    def _check_whole_units(self, cut: Ragged, runs: Runs, coord: Coordinate) -> None:
-        if not cut.divides(length(runs)):
-            raise ValueError(
-                f"mesh axis {self.abstract_mesh.axis_names[cut.axis]!r}: "
-                f"{describe(self.placements[cut.axis])} needs whole units, but "
-                f"{length(runs)} elements over {sum(cut.units)} units remain in shape "
-                f"{self.shape} at coordinate {coord}"
-            )
-
-    def _cutting_coordinates(self, dims: Iterable[int]) -> Iterable[Coordinate]:
-        axes = {cut.axis for dim in dims for cut in self.cuts[dim]}
-        sizes = self.abstract_mesh.sizes
-        return product(*(range(size) if i in axes else (0,) for i, size in enumerate(sizes)))
-
     # -- what the layout is ------------------------------------------------------------------
 
     @cached_property
@@ -221,10 +188,10 @@ class Layout:
         """Number of elements of the global tensor."""
         return math.prod(self.shape)
 
-    @cached_property
+    @property
     def flat_dims(self) -> int:
         """How many leading dims a RaggedShard flattens; 0 without one."""
-        return flattened(self.placements)
+        return self.holdings.flat_dims
 
     @cached_property
     def is_replicated(self) -> bool:
@@ -235,9 +202,7 @@ class Layout:
     @cached_property
     def is_even(self) -> bool:
         """All ranks hold local tensors of the same shape."""
-        first, *rest = self.abstract_mesh.coordinates()
-        shape = self.local_shape(first)
-        return all(self.local_shape(coord) == shape for coord in rest)
+        return self.holdings.is_even()
 
     def sharding_axes(self) -> dict[int, tuple[int, ...]]:
         """Mesh axes (of more than one rank) that cut the tensor, with the dims each cuts."""
@@ -272,7 +237,7 @@ class Layout:
         made = self._unchecked(self.grad_placements, self.placements)
         # A gradient is cut where its value is cut, and nowhere else.
         object.__setattr__(made, "cuts", self.cuts)
-        object.__setattr__(made, "_memo", self._memo)
+        object.__setattr__(made, "holdings", self.holdings)
         return made
 
     @cached_property
@@ -288,7 +253,7 @@ class Layout:
 
     def local_shape(self, coord: Coordinate | None = None) -> tuple[int, ...]:
         """Shape of the local tensor at `coord` (None: this rank's, which needs a DeviceMesh)."""
-        return self._local_shape(self.coordinate(coord))
+        return self.holdings.local_shape(self.coordinate(coord))
 
     def local_numel(self, coord: Coordinate | None = None) -> int:
         return math.prod(self.local_shape(coord))
@@ -298,16 +263,7 @@ class Layout:
 
         The order is always ascending. Replicate and Partial hold the whole tensor.
         """
-        per_dim = self.view_runs(self.flat_dims, coord)
-        shape = self.view_shape(self.flat_dims)
-        if not shape:
-            return torch.zeros(1, dtype=torch.int64)
-        if math.prod([length(runs) for runs in per_dim]) <= FEW:
-            return torch.tensor(flat_indices(per_dim, shape), dtype=torch.int64)
-        indices = runs_to_indices(per_dim[0])
-        for runs, size in zip(per_dim[1:], shape[1:]):
-            indices = (indices.unsqueeze(-1) * size + runs_to_indices(runs)).view(-1)
-        return indices
+        return indices_of(self.view_runs(0, coord), self.view_shape(self.flat_dims))
 
     def dim_indices(self, dim: int, coord: Coordinate | None = None) -> Tensor:
         """Global indices along `dim` held at `coord`: 1-D int64.
@@ -326,11 +282,11 @@ class Layout:
                 f"dim {dim} of {self} is flattened with dims 0 to {self.flat_dims - 1}; "
                 "use owned_indices"
             )
-        return self.view_runs(0, coord)[dim]
+        return self.holdings.dim_runs(dim, self.coordinate(coord))
 
     def view_runs(self, flat_dims: int, coord: Coordinate | None = None) -> tuple[Runs, ...]:
         """What `coord` holds, with the first `flat_dims` dims seen as one (0 and 1: no change)."""
-        return self._view_runs(max(flat_dims, self.flat_dims), self.coordinate(coord))
+        return self.holdings.view_runs(flat_dims, self.coordinate(coord))
 
     def view_shape(self, flat_dims: int) -> tuple[int, ...]:
         """The global shape with the first `flat_dims` dims seen as one."""
@@ -338,29 +294,20 @@ class Layout:
             return self.shape
         return (math.prod(self.shape[:flat_dims]), *self.shape[flat_dims:])
 
-    @cached_property
+    @property
     def numel_bounds(self) -> tuple[int, int]:
-        """Elements of the smallest and of the largest local tensor.
+        """Elements of the smallest and of the largest local tensor."""
+        return self.holdings.bounds()
 
-        Every part is looked at: a chunk may hold several shares or sections of another cut.
-        """
-        cuts = zip(self.abstract_mesh.sizes, self.placements)
-        parts = product(*(range(size if sharded_dims(p) else 1) for size, p in cuts))
-        found = [self.local_numel(coord) for coord in parts]
-        return min(found), max(found)
-
-    @cached_property
+    @property
     def largest_numel(self) -> int:
-        """Elements of the largest local tensor. Chunks alone favour coordinate 0."""
-        if self.is_chunked:
-            return self.local_numel((0,) * len(self.placements))
-        return self.numel_bounds[1]
+        """Elements of the largest local tensor."""
+        return self.holdings.bounds()[1]
 
     @property
     def is_chunked(self) -> bool:
         """Every cut makes chunks, none sections or ragged shares."""
-        kinds = RaggedShard | SectionedShard | StridedShard
-        return not any(isinstance(placement, kinds) for placement in self.placements)
+        return not any(type(placement) in _IRREGULAR for placement in self.placements)
 
     def coordinate(self, coord: Coordinate | None = None) -> Coordinate:
         """`coord`, or this rank's coordinate on the DeviceMesh.
@@ -379,70 +326,6 @@ class Layout:
         if own is None:
             raise ValueError(f"this rank is not in the mesh of {self}; pass a coordinate")
         return tuple(own)
-
-    # -- memoised ----------------------------------------------------------------------------
-
-    @cached_property
-    def _cutting_axes(self) -> tuple[int, ...]:
-        return tuple(sorted({cut.axis for cuts in self.cuts for cut in cuts}))
-
-    def _local_shape(self, coord: Coordinate) -> tuple[int, ...]:
-        # Coordinates that differ only on axes which cut nothing share the entry.
-        key = ("shape", *[coord[axis] for axis in self._cutting_axes])
-        shape = self._memo.get(key)
-        if shape is None:
-            runs = self._view_runs(self.flat_dims, coord)
-            shape = self._memo[key] = tuple([length(dim) for dim in runs])
-        return shape
-
-    def _view_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
-        key = ("runs", flat_dims, *[coord[axis] for axis in self._cutting_axes])
-        runs = self._memo.get(key)
-        if runs is None:
-            runs = self._memo[key] = self._compute_runs(flat_dims, coord)
-        return runs
-
-    def _compute_runs(self, flat_dims: int, coord: Coordinate) -> tuple[Runs, ...]:
-        start = self.flat_dims if self.flat_dims > 1 else 0
-        per_dim = tuple([self._cut_dim(dim, coord) for dim in range(start, len(self.shape))])
-        if start:
-            per_dim = (self._leading_runs(coord), *per_dim)
-        joined = 1 + flat_dims - max(self.flat_dims, 1)  # view dims that become one
-        if flat_dims <= 1 or joined == 1:
-            return per_dim
-        sizes = self.view_shape(self.flat_dims)[:joined]
-        return (flatten_runs(per_dim[:joined], sizes), *per_dim[joined:])
-
-    def _cut_dim(self, dim: int, coord: Coordinate) -> Runs:
-        # Coordinates that differ only on axes which do not cut this dim share the entry.
-        cuts = self.cuts[dim]
-        if not cuts:
-            return full_run(self.shape[dim])
-        key = (dim, *[coord[cut.axis] for cut in cuts])
-        runs = self._memo.get(key)
-        if runs is None:
-            runs = full_run(self.shape[dim])
-            for cut in cuts:
-                runs = cut.keep(runs, coord[cut.axis])
-            self._memo[key] = runs
-        return runs
-
-    def _leading_runs(self, coord: Coordinate, check: bool = False) -> Runs:
-        """Runs over the dims that a RaggedShard flattens."""
-        ragged = [cut for cut in self.cuts[0] if isinstance(cut, Ragged)]
-        per_dim = []
-        for dim in range(self.flat_dims):
-            runs = full_run(self.shape[dim])
-            for cut in self.cuts[dim]:
-                if not isinstance(cut, Ragged):
-                    runs = cut.keep(runs, coord[cut.axis])
-            per_dim.append(runs)
-        flat = flatten_runs(per_dim, self.shape)
-        for cut in ragged:
-            if check:
-                self._check_whole_units(cut, flat, coord)
-            flat = cut.keep(flat, coord[cut.axis])
-        return flat
 
     # -- as text, and as a value that is never duplicated ------------------------------------
 

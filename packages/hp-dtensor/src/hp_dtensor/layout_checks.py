@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from hp_dtensor.cuts import Cut, Ragged
+from hp_dtensor.holdings import Coordinate, Holdings, coordinates_along
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
     Placement,
@@ -82,6 +84,40 @@ def check_placement(placement: Placement, axis: str, size: int, shape: tuple[int
             f"mesh axis {axis!r}: {describe(placement)} gives shares to "
             f"{len(placement.local_units)} coordinates, but the axis has {size}"
         )
+
+
+def check_whole_units(
+    holdings: Holdings, mesh: AbstractMesh, placements: tuple[Placement, ...]
+) -> None:
+    """What a RaggedShard divides must be whole units of it, at every coordinate."""
+    flat = holdings.flat_dims if holdings.flattening else 0
+    if flat:
+        leading = [cut for cuts in holdings.own[:flat] for cut in cuts]
+        for coord in coordinates_along([*leading, *holdings.flattening]):
+            sizes = holdings.flattened_sizes(coord)
+            _check_units(holdings.flattening, sizes, coord, mesh, placements, holdings.shape)
+    for dim, cuts in enumerate(holdings.own):
+        if any(type(cut) is Ragged for cut in cuts):
+            for coord in coordinates_along(cuts):
+                sizes = holdings.sizes(dim, coord)
+                _check_units(cuts, sizes, coord, mesh, placements, holdings.shape)
+
+
+def _check_units(
+    cuts: Sequence[Cut],
+    sizes: Sequence[int],
+    coord: Coordinate,
+    mesh: AbstractMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+) -> None:
+    for cut, size in zip(cuts, sizes):
+        if isinstance(cut, Ragged) and not cut.divides(size):
+            raise ValueError(
+                f"mesh axis {mesh.axis_names[cut.axis]!r}: {describe(placements[cut.axis])} needs "
+                f"whole units, but {size} elements over {sum(cut.units)} units remain in shape "
+                f"{shape} at coordinate {coord + (0,) * (mesh.ndim - len(coord))}"
+            )
 
 
 def partial_extreme(placements: tuple[Placement, ...]) -> bool:

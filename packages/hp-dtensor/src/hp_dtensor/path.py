@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from collections.abc import Iterable, Iterator
 from itertools import combinations, count
 
@@ -50,7 +51,7 @@ class Kind(enum.Enum):
         return self not in (Kind.SLICE, Kind.KEEP, Kind.PAD)
 
 
-@frozen
+@frozen(slots=False)
 class Move:
     """One step, before its data movement is worked out.
 
@@ -94,6 +95,9 @@ def _without_idle_axes(source: Layout, target: Layout) -> Layout:
 
 State = tuple[int, ...]
 """Per axis, which of its choices holds."""
+
+
+_ALONE: tuple[tuple[int, ...], ...] = ((),)
 
 
 class _Search:
@@ -170,7 +174,7 @@ class _Search:
             old = before.placements[axis]
             for other, new in enumerate(self.choices[axis]):
                 changed = (*state[:axis], other, *state[axis + 1 :])
-                for others in _slices_along(ready, axis, old, new):
+                for others in _slices_along(ready, axis, old, new) if ready else _ALONE:
                     if others:
                         end = self.end
                         reached = tuple(
@@ -180,18 +184,17 @@ class _Search:
                         continue
                     else:
                         reached = changed
-                    after = self._layout(reached)
-                    if after is not None:
-                        move = self._move(before, after, axis, bool(others))
+                    kind = _kind(old, new, bool(others))
+                    after = self._layout(reached) if kind is not None else None
+                    if kind is not None and after is not None:
+                        move = self._move(kind, before, after, axis, bool(others))
                         if move is not None:
                             yield reached, move
 
-    def _move(self, before: Layout, after: Layout, axis: int, fused: bool) -> Move | None:
-        old, new = before.placements[axis], after.placements[axis]
-        kind = _kind(old, new, fused)
-        if kind is None:
-            return None
-        exact = not is_sharding(new) and not fused
+    def _move(
+        self, kind: Kind, before: Layout, after: Layout, axis: int, fused: bool
+    ) -> Move | None:
+        exact = not is_sharding(after.placements[axis]) and not fused
         if not _continues(before, after, axis, exact=exact):
             return None
         if self.sizes[axis] == 1 and kind is not Kind.SLICE:
@@ -247,7 +250,7 @@ def _elements(kind: Kind, before: Layout, after: Layout, axis: int, size: int) -
     """
     if not kind.communicates:
         return 0
-    old, new = before.largest_numel, after.largest_numel
+    old, new = before.holdings.bounds()[1], after.holdings.bounds()[1]
     if kind is Kind.ALL_REDUCE:
         return 2 * (old - old // size)
     if kind is Kind.ALL_GATHER:
@@ -267,7 +270,7 @@ def _smallest(layout: Layout, axis: int) -> int:
         return layout.numel_bounds[0]
     last = len(layout.abstract_mesh.sizes) * [0]
     last[axis] = layout.abstract_mesh.sizes[axis] - 1
-    return layout.local_numel(tuple(last))
+    return math.prod(layout.holdings.local_shape(tuple(last)))
 
 
 def _kept(before: Layout, after: Layout, axis: int, size: int) -> int:

@@ -202,7 +202,7 @@ def _spread(dense: Tensor, layout: Layout, owned: Sequence[Tensor], seed: int) -
             assert is_partial(placement)
             parts = _parts(parts, size, placement.reduce_op, generator)
     everything = parts.reshape(-1).index_select(0, _held(layout, partial, owned))
-    shapes_ = [layout.local_shape(coord) for coord in layout.abstract_mesh.coordinates()]
+    shapes_ = [layout.holdings.local_shape(coord) for coord in layout.abstract_mesh.coordinates()]
     sizes = [math.prod(shape) for shape in shapes_]
     # torch declares the result to be None, which holds with `out` alone.
     locals_: Sequence[Tensor] = torch.split_with_sizes_copy(everything, sizes)  # type: ignore[assignment, func-returns-value]
@@ -214,7 +214,7 @@ def _owned(layout: Layout) -> list[Tensor]:
     known: dict[object, Tensor] = {}
     every, shape = [], layout.view_shape(layout.flat_dims)
     for coord in layout.abstract_mesh.coordinates():
-        runs = layout.view_runs(0, coord)
+        runs = layout.holdings.view_runs(0, coord)
         own = known.get(runs)
         if own is None:
             own = known[runs] = indices_of(runs, shape)
@@ -265,7 +265,7 @@ def collect(layout: Layout, locals_: Sequence[Tensor]) -> Tensor:
 def _collect(layout: Layout, locals_: Sequence[Tensor], owned: Sequence[Tensor]) -> Tensor:
     mesh, partial = layout.abstract_mesh, layout.partial_axes()
     for coord, local in zip(mesh.coordinates(), locals_):
-        expected = layout.local_shape(coord)
+        expected = layout.holdings.local_shape(coord)
         assert local.shape == expected, (
             f"{layout} at {coord}: local shape {tuple(local.shape)}, expected {expected}"
         )

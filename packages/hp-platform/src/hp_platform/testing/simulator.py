@@ -151,7 +151,7 @@ class Simulator:
         self._check("all_to_all", tensors)
         results = list(tensors)
         for group in self.groups(axis):
-            blocks = []
+            blocks, rows = [], []
             for rank in group:
                 sent = (
                     _equal(tensors[rank], group)
@@ -160,10 +160,10 @@ class Simulator:
                 )
                 _check_sum("all_to_all", (rank,), sent, tensors[rank])
                 blocks.append(torch.split_with_sizes(tensors[rank], sent))
-            for coordinate, rank in enumerate(group):
-                parts = [sender[coordinate] for sender in blocks]
-                found = [part.shape[0] for part in parts]
-                wanted = found
+                rows.append(sent)
+            # Turned round: what every coordinate gets, from each in order.
+            for rank, parts, sizes in zip(group, zip(*blocks), zip(*rows)):
+                found = wanted = list(sizes)
                 if output_sizes is not None:
                     wanted = self._sizes("all_to_all", output_sizes, (rank,), len(group))
                 if found != wanted:
@@ -185,15 +185,17 @@ class Simulator:
         self, operation: str, sizes: Sizes, ranks: tuple[int, ...], length: int
     ) -> list[int]:
         """The shares that `ranks` agree on, one for each of `length` coordinates."""
-        rows = [_row_of(sizes, rank) for rank in ranks]
-        if rows.count(rows[0]) != len(rows):
-            raise CollectiveError(f"{operation}: ranks {ranks} disagree about sizes: {rows}")
-        if len(rows[0]) != length or min(rows[0]) < 0:
+        first = _row_of(sizes, ranks[0])
+        if len(ranks) > 1 and not isinstance(sizes[0], int):
+            rows = [_row_of(sizes, rank) for rank in ranks]
+            if rows.count(first) != len(rows):
+                raise CollectiveError(f"{operation}: ranks {ranks} disagree about sizes: {rows}")
+        if len(first) != length or min(first) < 0:
             raise CollectiveError(
-                f"{operation}: sizes {rows[0]} of ranks {ranks} must be {length} non-negative "
+                f"{operation}: sizes {first} of ranks {ranks} must be {length} non-negative "
                 "numbers of rows"
             )
-        return rows[0]
+        return first
 
 
 def _row_of(sizes: Sizes, rank: int) -> list[int]:
