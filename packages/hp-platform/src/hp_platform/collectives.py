@@ -48,6 +48,7 @@ from hp_platform.direct import (
     prepare_direct_all_gather,
     prepare_direct_exchange,
     prepare_direct_reduce_scatter,
+    sends_first_on,
 )
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
@@ -128,7 +129,9 @@ def all_gather(
     tensors, size = (tensor, result), result.nbytes
     if shares is None:
         if able.direct:
-            begin = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
+            begin = prepare_direct_all_gather(
+                source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
+            )
             return issue(
                 name, axis, origin, lambda: begin(origin), result, size, tensors, tensor.dtype
             )
@@ -197,9 +200,10 @@ def reduce_scatter(
     tensors, size = (tensor, result), tensor.nbytes
     if shares is None:
         if able.direct:
-            call = prepare_direct_reduce_scatter(
-                source.view(-1), target.view(-1), rank, group, scratch, origin
+            prepare = prepare_direct_reduce_scatter(
+                source.view(-1), scratch, rank, axis.size, group, sends_first_on(axis)
             )
+            call = prepare(target.view(-1), origin)
             finish = _then_average(op, target, axis.size, call.finish)
             return issue(
                 name,
@@ -231,13 +235,20 @@ def reduce_scatter(
 
 
 def all_reduce(
-    tensor: Tensor, axis: MeshAxis, *, op: str = "sum", origin: Origin = NOBODY
+    tensor: Tensor,
+    axis: MeshAxis,
+    *,
+    op: str = "sum",
+    scratch: Tensor | None = None,
+    origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Reduces the ranks' tensors, in place on every rank.
 
     Args:
         tensor: contiguous, any shape.
         op: "sum", "avg", "max" or "min".
+        scratch: 1-D memory of `tensor`'s type and length, left alone until `wait()` returns. Some
+            backends need it and take new memory if none is given.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
@@ -246,6 +257,8 @@ def all_reduce(
     able = check_tensor(name, tensor, axis, origin, True, False, True)
     if op != "sum":
         check_op(name, axis, origin, op, _ALL_OPS, tensor.dtype)
+    if scratch is not None:
+        check_scratch(name, axis, origin, scratch, tensor, tensor.view(-1)[:0])
     group = axis.process_group
     if group is None or not tensor.numel():
         return Handle(tensor)
@@ -254,7 +267,7 @@ def all_reduce(
         return brought_back(staged, tensor)
     target = overwritten(tensor)
     if able.direct and axis.size == 2 and op in _SUMS:
-        call = prepare_direct_exchange(target.view(-1), axis.rank, group, origin)
+        call = prepare_direct_exchange(target.view(-1), scratch, axis.rank, group, origin)
         return issue(
             name, axis, origin, call.start, tensor, tensor.nbytes, (tensor,), tensor.dtype,
             call.keep, _then_average(op, target, axis.size, call.finish),

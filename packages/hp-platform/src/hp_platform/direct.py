@@ -11,14 +11,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hp_platform.records import Origin
+from hp_platform.topology import Tier
 from hp_platform.uneven import Prepared
+
+if TYPE_CHECKING:
+    from hp_platform.axis import MeshAxis
 
 _GATHER, _SCATTER, _EXCHANGE, _NEVER = 0x40000001, 0x40000002, 0x40000003, 0x40000004
 """Added to tags: messages of different operations do not meet, nor do they meet those that a
@@ -26,21 +30,24 @@ program itself sends over the same group."""
 
 
 def prepare_direct_all_gather(
-    source: Tensor, target: Tensor, rank: int, group: Any
+    source: Tensor, target: Tensor, rank: int, group: Any, sends_first: bool
 ) -> Callable[[Origin], list[Any]]:
     """Fills flat `target` with every coordinate's flat `source`, one after another.
+
+    Args:
+        sends_first: see `sends_first_on`.
 
     Returns:
         What starts it, as often as one likes.
     """
     parts = target.split(source.numel())
-    senders = [(peer, parts[peer]) for peer in _before(rank, len(parts))]
-    receivers = _after(rank, len(parts))
+    senders = [(_receive, parts[peer], peer) for peer in _before(rank, len(parts))]
+    receivers = [(_send, source, peer) for peer in _after(rank, len(parts))]
+    messages = receivers + senders if sends_first else senders + receivers
 
     def start(origin: Origin) -> list[Any]:
         tag = origin.tag + _GATHER
-        works = [_receive(part, peer, group, tag) for peer, part in senders]
-        works += [_send(source, peer, group, tag) for peer in receivers]
+        works = [begin(part, peer, group, tag) for begin, part, peer in messages]
         if parts[rank].data_ptr() != source.data_ptr():
             parts[rank].copy_(source)
         return works
@@ -50,47 +57,61 @@ def prepare_direct_all_gather(
 
 def prepare_direct_reduce_scatter(
     source: Tensor,
-    target: Tensor,
-    rank: int,
-    group: Any,
     scratch: Tensor | None,
-    origin: Origin,
-) -> Prepared:
-    """Fills flat `target` with this coordinate's share of the sum of all flat `source`s.
+    rank: int,
+    size: int,
+    group: Any,
+    sends_first: bool,
+) -> Callable[[Tensor, Origin], Prepared]:
+    """Fills a flat target with this coordinate's share of the sum of all flat `source`s.
 
     Its own share comes first and the others follow in coordinate order, whatever arrives first.
 
     Args:
-        scratch: at least as long as `source`; made when None.
+        scratch: as long as the others' shares, or longer; made for every call when None.
+        sends_first: see `sends_first_on`.
+
+    Returns:
+        What prepares a call into a given target, as often as one likes.
     """
-    length = target.numel()
-    parts = source.split(length)
-    if scratch is None:
-        scratch = source.new_empty(source.numel() - length)
-    peers = [peer for peer in range(len(parts)) if peer != rank]
-    received = dict(zip(peers, scratch.split(length)))
-    tag = origin.tag + _SCATTER
+    length = source.numel() // size
+    own, others = source.split(length)[rank], source.numel() - length
+    receivers = [(_send, source.split(length)[peer], peer) for peer in _after(rank, size)]
 
-    def start() -> list[Any]:
-        works = [_receive(received[peer], peer, group, tag) for peer in _before(rank, len(parts))]
-        works += [_send(parts[peer], peer, group, tag) for peer in _after(rank, len(parts))]
-        return works
+    def prepare(target: Tensor, origin: Origin) -> Prepared:
+        memory = source.new_empty(others) if scratch is None else scratch
+        peers = [peer for peer in range(size) if peer != rank]
+        received = dict(zip(peers, memory.split(length)))
+        senders = [(_receive, received[peer], peer) for peer in _before(rank, size)]
+        messages = receivers + senders if sends_first else senders + receivers
+        tag = origin.tag + _SCATTER
 
-    def finish() -> None:
-        first, *others = received.values()
-        torch.add(parts[rank], first, out=target)
-        for other in others:
-            target.add_(other)
+        def start() -> list[Any]:
+            return [begin(part, peer, group, tag) for begin, part, peer in messages]
 
-    return Prepared(start, finish, (scratch,))
+        def finish() -> None:
+            first, *rest = received.values()
+            torch.add(own, first, out=target)
+            for other in rest:
+                target.add_(other)
+
+        return Prepared(start, finish, (memory,))
+
+    return prepare
 
 
-def prepare_direct_exchange(target: Tensor, rank: int, group: Any, origin: Origin) -> Prepared:
+def prepare_direct_exchange(
+    target: Tensor, scratch: Tensor | None, rank: int, group: Any, origin: Origin
+) -> Prepared:
     """Adds the other rank's flat `target` to this one's, on a group of two.
 
     Sums of two do not depend on their order, so both ranks get the same bits.
+
+    Args:
+        scratch: as long as `target`, or longer; made when None.
     """
-    received = target.new_empty(target.numel())
+    length = target.numel()
+    received = target.new_empty(length) if scratch is None else scratch[:length]
     tag, peer = origin.tag + _EXCHANGE, 1 - rank
 
     def start() -> list[Any]:
@@ -100,6 +121,18 @@ def prepare_direct_exchange(target: Tensor, rank: int, group: Any, origin: Origi
         target.add_(received)
 
     return Prepared(start, finish, (received,))
+
+
+def sends_first_on(axis: MeshAxis) -> bool:
+    """Whether to start sends before receives.
+
+    A rank that is ready to receive asks for the data over the same connection. On a slow tier the
+    request must not wait behind this rank's own data, or only one direction is used at a time. On a
+    fast one the calling thread writes at once what has been asked for, and should do so before
+    anything comes in: gloo's thread cannot read meanwhile, for the connection has one lock, and
+    tries again and again, on a core that others need.
+    """
+    return axis.tier is Tier.FAST
 
 
 def break_off(group: Any, peers: Iterable[int]) -> None:

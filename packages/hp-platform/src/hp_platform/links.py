@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import all_gather, all_reduce, barrier
@@ -37,6 +39,21 @@ class Link:
     def seconds(self, size: int) -> float:
         """The predicted time of one message of `size` bytes."""
         return self.latency + size / self.bandwidth
+
+
+# Groups belong to the process, and so does this record, which keeps none of them alive.
+_measured: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()
+
+
+def link_of(axis: MeshAxis) -> Link:
+    """As `measure_link`, once for every process group; all its ranks must ask equally often."""
+    group = axis.process_group
+    if not isinstance(group, dist.ProcessGroup):  # the simulator's, or none
+        return measure_link(axis)
+    known = _measured.get(group)
+    if known is None:
+        known = _measured[group] = measure_link(axis)
+    return known
 
 
 def measure_link(axis: MeshAxis, *, size: int = 1 << 22, repeats: int = 5) -> Link:

@@ -10,7 +10,11 @@ from torch import Tensor
 from hp_platform.arguments import check_scratch, check_tensor, make_output
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import all_gather, reduce_scatter
-from hp_platform.direct import prepare_direct_all_gather, prepare_direct_reduce_scatter
+from hp_platform.direct import (
+    prepare_direct_all_gather,
+    prepare_direct_reduce_scatter,
+    sends_first_on,
+)
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
 from hp_platform.staging import plain, transportable
@@ -44,7 +48,9 @@ def repeatable_all_gather(
     source, target = transportable(tensor, able), transportable(result, able)
     tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
     if able.direct:
-        begin = prepare_direct_all_gather(source.view(-1), target.view(-1), axis.rank, group)
+        begin = prepare_direct_all_gather(
+            source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
+        )
         return lambda o: issue(name, axis, o, lambda: begin(o), result, size, tensors, dtype)
 
     def start() -> tuple[Any, ...]:
@@ -76,11 +82,14 @@ def repeatable_reduce_scatter(
         return lambda output, origin: reduce_scatter(
             tensor, axis, output=output, scratch=scratch, origin=origin
         )
-    source, size, dtype, rank = plain(tensor), tensor.nbytes, tensor.dtype, axis.rank
+    source, size, dtype = plain(tensor), tensor.nbytes, tensor.dtype
+    prepare = prepare_direct_reduce_scatter(
+        source, scratch, axis.rank, axis.size, group, sends_first_on(axis)
+    )
 
     def direct(output: Tensor, origin: Origin) -> Handle[Tensor]:
         make_output(name, axis, origin, output, length, tensor)
-        call = prepare_direct_reduce_scatter(source, output, rank, group, scratch, origin)
+        call = prepare(output, origin)
         return issue(
             name, axis, origin, call.start, output, size, (tensor, output), dtype,
             call.keep, call.finish,
