@@ -171,10 +171,10 @@ class Detour(Layer):
 
 
 class Mixes(Layer):
-    """Adds a plain tensor of the whole sequence to a part of it."""
+    """Adds the positions of the whole sequence to a part of it; in production, its own from 0."""
 
     def forward(self, x: Tensor, positions: tuple[Tensor, Tensor]) -> Tensor:
-        return super().forward(x + torch.ones(x.shape[1], HIDDEN), positions)
+        return super().forward(x + torch.arange(x.shape[1], dtype=x.dtype)[:, None], positions)
 
 
 class KeepsOld(Layer):
