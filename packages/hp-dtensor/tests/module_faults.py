@@ -97,7 +97,7 @@ MODULE_FAULTS: dict[str, Fault] = {
     "first token of every part cleared": _norm_fault("", first_cleared, "report"),
     "tokens shifted by padding a part": Fault(
         same,
-        r"add: .*'tp'.*in module layers.0.first",
+        r"__getitem__: -1 along dim 1 .* over tp.*in module layers.0.first",
         model=after_norm(lambda x: x + F.pad(x, (0, 0, 1, 0))[:, :-1]),
     ),
     "scales by a number of features that is this rank's": Fault(
