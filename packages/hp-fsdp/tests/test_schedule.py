@@ -128,7 +128,7 @@ def test_auto_is_seen_in_the_ledger_in_layouts_and_in_the_explanation():
 
 
 @pytest.mark.ranks
-def test_a_measured_link_is_the_same_on_all_ranks_and_measured_once_a_mesh():
+def test_a_measured_link_is_the_same_on_all_ranks_and_measured_once_a_group():
     def body(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         with ledger() as log:
@@ -140,6 +140,11 @@ def test_a_measured_link_is_the_same_on_all_ranks_and_measured_once_a_mesh():
         assert calls > 0
         assert not any(r.origin.phase == "calibration" for r in log.records)
         assert "measured latency" in explain(model)
+        # Without a mesh every call makes one, over the same group.
+        world = DataMesh.of(None).link()
+        with ledger() as log:
+            assert DataMesh.of(None).link() == world
+        assert not log.records
         return link
 
     assert len(set(run_ranks(body, 4))) == 1

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hp_dtensor.settlement import settle_gradients
 from hp_fsdp.bucket import Bucket
+from hp_fsdp.full_buffer import FullBuffer
 from hp_fsdp.gradient_buffer import GradientBuffer
 from hp_fsdp.offload import HostCopy
 from hp_fsdp.pages import PagePool
@@ -40,6 +41,8 @@ class FusedGradients:
     earlier: Tensor | None = None
     """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
+    received: FullBuffer | None = None
+    """Memory that the all-reduce uses meanwhile."""
     leaving: HostCopy | None = None
     """The copy to the host, where shards live there."""
 
@@ -117,8 +120,11 @@ class Reduction:
             if fused.earlier is not None:
                 fused.buffer.data.add_(fused.earlier)
                 fused.earlier = None
+            data = fused.buffer.data
+            fused.received = self.unit.hold_received(data)
+            scratch = None if fused.received is None else fused.received.data
             fused.all_reduce = all_reduce(
-                fused.buffer.data, self.unit.data.replicate, origin=origin
+                data, self.unit.data.replicate, scratch=scratch, origin=origin
             )
 
     def keep_for_later(self) -> None:
@@ -131,6 +137,9 @@ class Reduction:
         for fused in self.fused:
             if fused.all_reduce is not None:
                 fused.all_reduce.wait()
+            if fused.received is not None:
+                fused.received.release(self.unit.pages)
+                fused.received = None
             if self.unit.all_reduce_hook is not None:
                 self.unit.all_reduce_hook(fused.buffer.data)
             if self.unit.divisor != 1:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import DataParallelMeshDims
 from hp_dtensor.mesh import mesh_axis
 from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_platform import MeshAxis, Origin, agree, all_reduce
-from hp_platform.links import Link, measure_link
+from hp_platform.links import Link, link_of
 
 
 @frozen
@@ -79,11 +79,11 @@ class DataMesh:
     def link(self) -> Link:
         """Latency and bandwidth of the shard axis: the same on all data-parallel ranks.
 
-        Measured once for a mesh object; all its ranks must ask for it.
+        Measured once for a process group, whatever meshes have it; all its ranks must ask for it.
         """
         known: dict[str, Link] = self.mesh.__dict__.setdefault("_hp_links", {})
         if self.shard.name not in known:
-            link = measure_link(self.shard)
+            link = link_of(self.shard)
             if self.has_replicas:
                 assert self.replicate is not None
                 link = _slowest(link, self.replicate)

@@ -18,6 +18,7 @@ from torch import nn
 
 from hp_fsdp.bucket import Bucket
 from hp_fsdp.data_mesh import DataMesh
+from hp_fsdp.full_buffer import FullBuffer
 from hp_fsdp.gradient_buffer import GradientBuffer, GradientSlots
 from hp_fsdp.offload import Offload
 from hp_fsdp.pages import PagePool
@@ -269,6 +270,27 @@ class Unit:
 
     @cached_property
     def _slots(self) -> dict[tuple[tuple[Bucket, ...], torch.dtype], GradientSlots]:
+        return {}
+
+    def hold_received(self, data: torch.Tensor) -> FullBuffer | None:
+        """Memory for the other replica's `data`, where backends need it; None if it is in use.
+
+        Whoever holds it releases it.
+        """
+        replicate = self.data.replicate
+        if replicate is None or replicate.size != 2 or data.device.type != "cpu":
+            return None
+        key = (data.numel(), data.dtype)
+        memory = self._received.get(key)
+        if memory is None:
+            memory = self._received[key] = FullBuffer(data.numel(), data.dtype, data.device)
+        if memory.is_held:
+            return None
+        memory.hold(self.pages)
+        return memory
+
+    @cached_property
+    def _received(self) -> dict[tuple[int, torch.dtype], FullBuffer]:
         return {}
 
     def add_partial_sum(self, buffer: GradientBuffer) -> None:
