@@ -46,6 +46,8 @@ OPTIMIZERS: list[Any] = [
     (torch.optim.RMSprop, {"lr": 0.1, "momentum": 0.5, "centered": True}),
 ]
 
+FUSED: list[Any] = [(each, options | {"fused": True}) for each, options in OPTIMIZERS[:4]]
+
 
 @pytest.mark.parametrize("foreach", [False, True, None])
 def test_optimizers_do_on_shards_what_they_do_on_whole_tensors(foreach: bool | None) -> None:
@@ -74,7 +76,7 @@ def test_optimizers_do_on_shards_what_they_do_on_whole_tensors(foreach: bool | N
 
     def body() -> None:
         pairs = _layouts()
-        for optimizer, options in OPTIMIZERS:
+        for optimizer, options in OPTIMIZERS + (FUSED if foreach is None else []):
             check(pairs, optimizer, options)
 
     run_ranks(body, 4)

@@ -191,6 +191,13 @@ def test_convolutions_along_a_cut_length_get_what_lies_beside() -> None:
         kinds = (Shard(2), RaggedShard((2,), (1, 12, 0)), StridedShard(2, 2))
         layouts = [[on(kind, (2, 2, 13)), on(Replicate(), (2, 1, 4))] for kind in kinds]
         assert compare_simulated(call, {"tp": 3}, layouts)[:2] == [None, None]
+    call = DenseCall.of(lambda x, w: F.conv_transpose1d(x, w, groups=2), [
+        integers((1, 4, 5)), integers((4, 3, 2), 1),
+    ])  # fmt: skip
+    half = [SectionedShard(dim, (2, 2)) for dim in (1, 0)]  # of the channels of every group
+    mesh = AbstractMesh.of({"tp": 2})
+    each = [Layout(mesh, [p], shape) for p, shape in zip(half, ((1, 4, 5), (4, 3, 2)))]
+    assert compare_simulated(call, {"tp": 2}, [each]) == [None]
 
 
 def test_a_rank_without_channels_adds_the_bias_once() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hp_dtensor.dispatch import dispatch
-from hp_dtensor.foreach import foreach, is_foreach, unscale
+from hp_dtensor.foreach import foreach, fused_update, is_foreach, is_fused_update, unscale
 from hp_dtensor.layout import layout_of
 from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.rules.recipe import words
@@ -205,4 +205,6 @@ def direct_handler(function: Callable[..., Any]) -> Handler | None:
         return _setter(function.__self__)  # type: ignore[attr-defined]
     if is_foreach(name):
         return lambda *args, **kwargs: foreach(function, args, kwargs)
+    if is_fused_update(name):
+        return lambda *args, **kwargs: fused_update(function, args, kwargs)
     return None

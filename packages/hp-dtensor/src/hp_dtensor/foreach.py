@@ -17,7 +17,7 @@ from hp_dtensor.dispatch import local_operands, make, plan_for
 from hp_dtensor.layout import Layout
 from hp_dtensor.operator_plan import Plan
 from hp_dtensor.placements import is_sharding
-from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.rules.engine import OperatorError, operator_error
 from hp_dtensor.rules.norms import finished_norm, norm_layouts, summable_norm
 from hp_dtensor.rules.recipe import is_inplace
 from hp_dtensor.rules.reduction import settled
@@ -26,10 +26,15 @@ from hp_dtensor.transition import Transition
 from hp_platform.ledger import Origin
 
 _PREFIX = "_foreach_"
+_FUSED = frozenset({"_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"})
 
 
 def is_foreach(name: str) -> bool:
     return name.startswith(_PREFIX)
+
+
+def is_fused_update(name: str) -> bool:
+    return name in _FUSED
 
 
 def foreach(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -136,6 +141,44 @@ def _norms(tensors: Sequence[Tensor], ord: float = 2, dtype: torch.dtype | None 
         for value, index in zip(stacked.unbind(), indices):
             norms[index] = make(value, target)
     return norms
+
+
+def fused_update(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """An optimizer's fused step, which is elementwise: one call for all local tensors.
+
+    Raises:
+        OperatorError: a gradient or a state is not laid out as its parameter.
+    """
+    for column in args:
+        for index, value in enumerate(column):
+            _check_alike(function.__name__, args[0][index], value)
+    locals_ = [[getattr(value, "_local", value) for value in column] for column in args]
+    result = function(*locals_, **kwargs)
+    for parameter in args[0]:
+        if hasattr(parameter, "_follow_local"):
+            parameter._follow_local()
+    return result
+
+
+def _check_alike(name: str, parameter: Tensor, value: Tensor) -> None:
+    """A plain step counter of any parameter is welcome, anything else has the parameter's cut."""
+    mine, other = (getattr(each, "_layout", None) for each in (parameter, value))
+    if value.ndim == 0 and other is None and not hasattr(value, "to_local"):
+        return
+    if mine is None or other is None:
+        alike = type(parameter) is type(value) or mine is other is None
+    else:
+        alike = mine.mesh == other.mesh and mine.placements == other.placements
+        alike = alike and mine.shape == other.shape
+    if not alike:
+        raise operator_error(
+            name,
+            "a gradient or a state is not laid out as its parameter",
+            [layout for layout in (mine, other) if layout is not None],
+            remedy="redistribute it to the parameter's placements, or pass fused=False",
+        )
 
 
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:

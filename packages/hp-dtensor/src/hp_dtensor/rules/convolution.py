@@ -186,7 +186,7 @@ def _of_channels(
             return func(**given)
         given["groups"] = here // (filters.shape[0] // groups if transposed else filters.shape[1])
         if transposed:
-            given["groups"] = max(here * groups // shape[-1 - ndim], 1)
+            given["groups"] = own_shape(output)[-1 - ndim] // filters.shape[1]
         found: Tensor = func(**given)
         return found
 
