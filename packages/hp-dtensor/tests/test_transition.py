@@ -220,6 +220,12 @@ def test_a_pair_that_shares_one_value_needs_no_detour_on_an_axis_of_one_rank() -
     assert transition.is_identity
 
 
+def test_what_is_gathered_from_single_columns_is_contiguous() -> None:
+    mesh = AbstractMesh.of({"tp": 2})
+    move = Transition.compile(Layout(mesh, [Shard(1)], (3, 2)), Layout(mesh, [R], (3, 2)))
+    assert all(found.is_contiguous() for found in move.simulate([torch.ones(3, 1)] * 2))
+
+
 def test_elements_never_exceed_gathering_everything() -> None:
     mesh = AbstractMesh(("a", "b"), (2, 3))
     shape = (12, 6)

@@ -107,7 +107,8 @@ class Pieces:
             return message.view(shape)
         if self._even() is not None:
             stacked = (len(self.lengths), *shape[:dim], self.lengths[0], *shape[dim + 1 :])
-            return message.view(stacked).movedim(0, dim).reshape(shape)
+            # Where each sent one, reshaping is a view, and what reads the result calls `view`.
+            return message.view(stacked).movedim(0, dim).reshape(shape).contiguous()
         pieces = torch.split_with_sizes(message, self.sizes)
         before, after = shape[:dim], shape[dim + 1 :]
         return torch.cat(
