@@ -66,7 +66,7 @@ def test_with_a_workload_bytes_by_axis_and_memory_are_told():
         assert any(line.split()[:2] == [axis, word] for line in text.splitlines()), (
             f"{axis} {word} in\n{text}"
         )
-    assert "2 sequences of 8 tokens" in text
+    assert "A step of 2 sequences of 8 tokens" in text
     assert "optimizer state (8 bytes an element)" in text
     assert "left out" not in text
     assert "expert traffic is left out" in explain(made, Workload(2, 8))

@@ -8,9 +8,11 @@ for a plan that differs from `--against`; 4 for a plan that `--validate` finds w
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from rich import box
@@ -35,9 +37,11 @@ from hp_planner.explain import (
     memory_lines,
     parameter_rows,
     reason_lines,
+    step_title,
     summary_lines,
 )
 from hp_planner.model_source import UsageError, build_model, parse_mesh, read_settings
+from hp_planner.override_file import read_overrides
 from hp_planner.page import html_page
 from hp_planner.settings import DATA_AXES, MODEL_AXES
 
@@ -51,19 +55,23 @@ CHOICES_OF_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `hp-plan` and returns its exit status."""
-    options = _parser().parse_args(arguments)
     try:
-        return _run(options)
+        return _run(_parser().parse_args(arguments))
     except UsageError as error:
         print(f"hp-plan: {error}", file=sys.stderr)
         return MISUSED
 
 
 def _run(options: argparse.Namespace) -> int:
+    # Files and words come before the model, whose library takes seconds to load.
     mesh = parse_mesh(options.mesh, known=(*DATA_AXES, *MODEL_AXES))
+    settings = read_settings(options.set)
     against = None if options.against is None else _read_plan(options.against)
-    model = build_model(options.model, read_settings(options.set))
+    for path in (options.yaml, options.html):
+        _require_folder_of(path)
     try:
+        read_overrides(options.overrides)
+        model = build_model(options.model, settings)
         made = plan(
             model,
             mesh,
@@ -89,8 +97,15 @@ def _run(options: argparse.Namespace) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake as this command's other ones: one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (hp-plan --help lists the options)")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hp-plan",
         description="Derives, prints, compares and validates the sharding plan of a model.",
         epilog=STATUSES,
@@ -99,7 +114,8 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         help="a config JSON file, a model type (qwen3_moe), a class name (LlamaForCausalLM), or a "
-        "Python factory (package.module:function) that returns a module",
+        "Python factory (package.module:function) that returns a module; the current folder is "
+        "searched first",
     )
     parser.add_argument(
         "--mesh",
@@ -183,6 +199,11 @@ def _read_plan(path: Path) -> ShardingPlan:
         raise UsageError(f"{path}: {error}") from error
 
 
+def _require_folder_of(path: Path | None) -> None:
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"cannot write {path}: no such folder {path.parent}")
+
+
 def _write(path: Path | None, text: Callable[[], str]) -> None:
     if path is None:
         return
@@ -236,36 +257,50 @@ def _validates(model: nn.Module, made: ShardingPlan, options: argparse.Namespace
 
 
 def print_plan(made: ShardingPlan, element_size: int, workload: Workload | None = None) -> None:
-    """The plan as tables on standard output; a file or pipe gets lines as long as they need."""
+    """The plan as tables on standard output; a file or pipe gets lines as long as they need,
+    without blanks at their ends."""
     rows = parameter_rows(made)
-    tables = [_table("Parameters", PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows])]
+    parameters = _table(PARAMETER_COLUMNS[:-1], [row[:-1] for row in rows])
+    tables = [("Parameters", parameters)]
     if made.boundaries:
-        tables.append(_table("Boundaries", BOUNDARY_COLUMNS, boundary_rows(made)))
+        tables.append(("Boundaries", _table(BOUNDARY_COLUMNS, boundary_rows(made))))
     lines = list(summary_lines(made, element_size=element_size))
     if workload is not None:
         try:
-            tables.append(_table("A step", COST_COLUMNS, cost_rows(made, workload)))
+            table = _table(COST_COLUMNS, cost_rows(made, workload))
             lines += memory_lines(made, workload)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        tables.append((step_title(made, workload), table))
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(_natural_width(table) for table in tables))
-    console.print(Text(str(made), style="bold"))
-    for table in tables:
+    if console.is_terminal:
+        _print_to(console, str(made), tables, (reason_lines(rows), *lines))
+        return
+    text = io.StringIO()
+    wide = Console(file=text, width=max(_natural_width(table) for _, table in tables))
+    _print_to(wide, str(made), tables, (reason_lines(rows), *lines))
+    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
+
+
+def _print_to(
+    console: Console, heading: str, tables: Sequence[tuple[str, Table]], lines: Sequence[str]
+) -> None:
+    whole = not console.is_terminal
+    console.print(Text(heading, style="bold"), soft_wrap=whole)
+    for title, table in tables:
+        console.print(Text(title, style="italic"), soft_wrap=whole)
         console.print(table)
-    console.print(Text(reason_lines(rows)))
     for line in lines:
-        console.print(Text(line))
+        console.print(Text(line), soft_wrap=whole)
 
 
 def _natural_width(table: Table) -> int:
     return Measurement.get(Console(width=1000), Console(width=1000).options, table).maximum
 
 
-def _table(title: str, columns: Row, rows: Sequence[Row]) -> Table:
+def _table(columns: Row, rows: Sequence[Row]) -> Table:
     """Cells are `Text`: a placement such as `Sec(1,[32,32])` is no markup."""
-    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD)
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, overflow="fold")
     for row in rows:

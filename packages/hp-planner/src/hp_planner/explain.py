@@ -52,7 +52,8 @@ def explain(plan: ShardingPlan, workload: Workload | None = None, *, element_siz
     size = workload.element_size if workload is not None else element_size
     parts.append("\n".join(summary_lines(plan, element_size=size)))
     if workload is not None:
-        parts.append(_table(COST_COLUMNS, cost_rows(plan, workload)))
+        table = _table(COST_COLUMNS, cost_rows(plan, workload))
+        parts.append(f"{step_title(plan, workload)}\n{table}")
         parts.append("\n".join(memory_lines(plan, workload)))
     return "\n\n".join([str(plan), *parts])
 
@@ -231,21 +232,24 @@ def cost_rows(plan: ShardingPlan, workload: Workload) -> tuple[Row, ...]:
     )
 
 
+def step_title(plan: ShardingPlan, workload: Workload) -> str:
+    """What the figures of a step and of the memory are for, in one line."""
+    experts = any(spec.kind is BoundaryKind.EXPERTS for spec in plan.boundaries)
+    return (
+        f"A step of {workload.batch} {'sequence' if workload.batch == 1 else 'sequences'} of "
+        f"{workload.sequence} tokens a data-parallel rank, "
+        f"{workload.element_size} bytes an element{'; experts evenly loaded' if experts else ''}"
+    )
+
+
 def memory_lines(plan: ShardingPlan, workload: Workload) -> tuple[str, ...]:
-    """Memory of one rank, and what the step's figures are for, a line each.
+    """Memory of one rank, a line each.
 
     Raises:
         ValueError: the workload cannot be cut as the plan says.
     """
     found = memory(plan, workload)
-    given = (
-        f"for {workload.batch} {'sequence' if workload.batch == 1 else 'sequences'} of "
-        f"{workload.sequence} tokens a data-parallel rank, "
-        f"{workload.element_size} bytes an element"
-    )
-    experts = any(spec.kind is BoundaryKind.EXPERTS for spec in plan.boundaries)
     lines = [
-        given + ("; experts evenly loaded" if experts else ""),
         f"memory per rank: {show_bytes(found.parameters)} parameters, "
         f"{show_bytes(found.gradients)} gradients, {show_bytes(found.optimizer)} optimizer state "
         f"({workload.optimizer_bytes} bytes an element), {show_bytes(found.held)} in all",

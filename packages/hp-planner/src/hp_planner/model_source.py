@@ -9,7 +9,9 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -76,7 +78,7 @@ def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
     Args:
         name: path of a config JSON file, a model type (`qwen3_moe`), the class name of a model or
             config of transformers (`LlamaForCausalLM`), or a Python factory (`package.module:fn`)
-            that returns a module.
+            that returns a module, looked for in the current folder first.
         settings: config values that replace the ones found there; a factory's keyword arguments.
 
     Raises:
@@ -108,6 +110,7 @@ def build_model(name: str, settings: Mapping[str, Any]) -> nn.Module:
 
 
 def _from_factory(name: str, module: str, attribute: str, settings: Mapping[str, Any]) -> nn.Module:
+    _search_current_folder()
     try:
         factory = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
@@ -120,6 +123,16 @@ def _from_factory(name: str, module: str, attribute: str, settings: Mapping[str,
     if not isinstance(made, nn.Module):
         raise UsageError(f"{name} returned a {type(made).__name__}, not a torch.nn.Module")
     return made
+
+
+def _search_current_folder() -> None:
+    """Puts the current folder first in `sys.path`, where `python -m` has it and a script has not.
+
+    It stays there, as with `python -m`: a factory's module may import a neighbour when it is used.
+    """
+    here = os.getcwd()
+    if not (sys.flags.safe_path or here in sys.path or "" in sys.path):
+        sys.path.insert(0, here)
 
 
 def config_values(name: str | Path) -> dict[str, Any]:

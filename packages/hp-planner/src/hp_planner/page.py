@@ -18,6 +18,7 @@ from hp_planner.explain import (
     cost_rows,
     memory_lines,
     show_bytes,
+    step_title,
     summary_lines,
     transition_words,
 )
@@ -88,7 +89,7 @@ def _summary(plan: ShardingPlan, workload: Workload | None) -> str:
     lines = list(summary_lines(plan, element_size=size))
     table = ""
     if workload is not None:
-        lines += memory_lines(plan, workload)
+        lines += (step_title(plan, workload), *memory_lines(plan, workload))
         rows = "".join(
             f'<tr><td><span class="dot {_axis_class(plan, axis)}"></span>{escape(axis)}</td>'
             + "".join(f"<td>{escape(cell)}</td>" for cell in cells)
