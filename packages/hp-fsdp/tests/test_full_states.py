@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor as TorchDTensor
 
-from hp_dtensor import DTensor
+from hp_dtensor import DTensor, OperatorError
 from hp_fsdp import fully_shard
 from hp_fsdp.testing import full_parameters
 from hp_platform.testing import run_ranks
@@ -88,6 +88,20 @@ def assert_shards_stay_shards(model, full, policy):
         assert [md[0].tensor_data.chunk] == shards["0.weight"].__create_chunk_list__()
 
 
+def assert_methods_of_pytorchs_class_differentiate(model):
+    """`TorchDTensor.full_tensor(weight)`, as `map` calls it, is `weight.full_tensor()`."""
+    weight = model[0].weight
+    for read in (
+        TorchDTensor.full_tensor,
+        TorchDTensor.to_local,
+        lambda w: TorchDTensor.redistribute(w, w.device_mesh, w.placements).to_local(),
+    ):
+        weight.grad = None
+        read(weight).square().sum().backward()
+        torch.testing.assert_close(weight.grad.to_local(), 2 * weight.to_local().detach())
+    weight.grad = None
+
+
 def whole(value):
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -155,11 +169,15 @@ def test_states_are_exchanged_with_pytorchs_fsdp2_in_memory_however_they_are_pla
                 for policy, assign in (("shared_buffer", False), ("per_parameter", True)):
                     model, _ = sharded(ours, policy, seed=4)
                     model.load_state_dict(source.state_dict(), assign=assign)
+                    if assign:
+                        with pytest.raises(OperatorError, match="Call the module itself"):
+                            model[0].forward(torch.ones(2, 5))
                     model(torch.ones(2, 5)).sum().backward()
                     found = full_parameters(model)
                     for name, value in made(3).named_parameters():
                         assert torch.equal(found[name], value.detach())
                     if theirs is ours and policy == "per_parameter":
+                        assert_methods_of_pytorchs_class_differentiate(model)
                         weights = model[0].weight, source[0].weight
                         with torch.no_grad():
                             weights[0].copy_(2 * weights[1])

@@ -119,6 +119,10 @@ def test_auto_is_seen_in_the_ledger_in_layouts_and_in_the_explanation():
         assert counts == {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 2}
         text = explain(model)
         assert "auto: alone from 100,000 bytes (32 times the given latency of 1 us" in text
+        assert "3 all-gathers and reduce-scatters over dp_shard (2 ranks, " in text
+        unnamed = fully_shard(nn.Linear(2, 2, bias=False), mesh=init_device_mesh("cpu", (2,)))
+        assert unnamed.weight.layout.abstract_mesh.axis_names == ("axis0",)
+        assert "root: 1 parameter, 1 all-gather and reduce-scatter over axis0 (" in explain(unnamed)
         assert text.count("together") == 2
         assert text.count("alone  ") == 1
         assert "large.weight (1024, 128) Shard(dim=0)" in text

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hp_fsdp import fully_shard
 from hp_fsdp.testing import assert_same, full_gradients
-from hp_platform import AgreementError, lookout
+from hp_platform import AgreementError, ledger, lookout
 from hp_platform.testing import run_ranks
 
 
@@ -97,6 +97,10 @@ def test_a_rank_that_takes_part_with_weight_zero_counts_as_zero():
         dense.load_state_dict(model.state_dict())
         for module in (model.a, model.b, model.c, model):
             fully_shard(module, mesh=mesh)
+        # Called before the model, a part has the model's name for it, by which ranks are told.
+        with ledger() as log, torch.no_grad():
+            model.a(torch.ones(2, 4))
+        assert {record.origin.name for record in log.records} == {"a"}
         model(torch.ones(2, 4) + rank, rank == 0).square().sum().backward()
         for other in range(2):
             (dense(torch.ones(2, 4) + other, other == 0).square().sum() / 2).backward()

@@ -8,7 +8,9 @@ placements would take them for replicated.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -92,6 +94,27 @@ def torch_placements(layout: Layout) -> tuple[Placement, ...] | None:
         known[_MEMO] = _torch_placements(layout)
     found: tuple[Placement, ...] | None = known[_MEMO]
     return found
+
+
+def _own_first(name: str) -> Callable[..., Any]:
+    """PyTorch's method of this name; of a DTensor of ours it is our method.
+
+    Called through the class, as `map(DTensor.full_tensor, parameters)` does, PyTorch's would find
+    all it asks for, and leave the gradient with a wrapper, where nobody looks.
+    """
+    theirs: Callable[..., Any] = getattr(TorchDTensor, name)
+
+    @functools.wraps(theirs)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self)
+        found = theirs if issubclass(kind, TorchDTensor) else getattr(kind, name, theirs)
+        return found(self, *args, **kwargs)
+
+    return method
+
+
+for _name in ("to_local", "full_tensor", "redistribute"):
+    setattr(TorchDTensor, _name, _own_first(_name))
 
 
 def _torch_placements(layout: Layout) -> tuple[Placement, ...] | None:

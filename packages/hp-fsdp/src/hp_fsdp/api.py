@@ -26,7 +26,7 @@ from hp_fsdp.policies import (
     OffloadPolicy,
 )
 from hp_fsdp.regrouping import checked_reshard, regroup
-from hp_fsdp.root import UNIT_ATTRIBUTE, unit_of
+from hp_fsdp.root import UNIT_ATTRIBUTE, name_units_below, unit_of
 from hp_fsdp.schedule import Candidate, Journey, Owner, schedule
 from hp_fsdp.sharded_module import FSDPModule, sharded_class
 from hp_fsdp.unit import Unit
@@ -149,6 +149,7 @@ def fully_shard(
     for each in modules:
         each.__dict__[UNIT_ATTRIBUTE] = unit
         each.__class__ = sharded_class(type(each))  # type: ignore[arg-type]
+    name_units_below(unit)
     hooks.install(unit)
     state_dict.install(unit)
     sharded = cast("list[FSDPModule]", modules)

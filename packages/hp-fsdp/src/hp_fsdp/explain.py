@@ -41,13 +41,19 @@ def _unit_lines(path: str, unit: Unit) -> Iterator[str]:
         if data.has_replicas and data.replicate
         else ""
     )
+    calls = len(unit.buckets)
     yield (
-        f"{path}: {len(unit.parameters)} parameters, {len(unit.buckets)} all-gathers and "
-        f"reduce-scatters over {shard.name} ({shard.size} ranks, {shard.tier.value}){replicas}; "
+        f"{path}: {_count(len(unit.parameters), 'parameter')}, {_count(calls, 'all-gather')} and "
+        f"{'reduce-scatter' if calls == 1 else 'reduce-scatters'} over {shard.name} "
+        f"({_count(shard.size, 'rank')}, {shard.tier.value}){replicas}; "
         f"{unit.comm.describe(unit.link)}"
     )
     for bucket in unit.buckets:
         yield from _bucket_lines(bucket)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _bucket_lines(bucket: Bucket) -> Iterator[str]:

@@ -30,6 +30,11 @@ CALL_ADVICE = (
 """Shown where a shard meets a plain tensor."""
 
 
+def advise(shard: Tensor) -> None:
+    """Where this one meets a plain tensor, the error says how to call the module."""
+    shard._hp_advice = CALL_ADVICE  # type: ignore[attr-defined]
+
+
 class ShardedParameter:
     """A parameter under `fully_shard`.
 
@@ -151,7 +156,7 @@ class ShardedParameter:
 
     def _mark(self, parameter: nn.Parameter) -> None:
         setattr(parameter, SHARDED_MARK, True)
-        parameter._hp_advice = CALL_ADVICE  # type: ignore[attr-defined]
+        advise(parameter)
 
     @property
     def form_ids(self) -> tuple[int, int]:

@@ -54,6 +54,44 @@ def _parameters_below(module: nn.Module) -> Iterator[ShardedParameter]:
             yield from unit.parameters
 
 
+class _Names:
+    """Qualified names, below one unit, of its units and their parameters.
+
+    Attributes:
+        units: every unit with the paths of its modules; the one itself has the path "".
+    """
+
+    def __init__(self, outermost: Unit) -> None:
+        self.units: dict[Unit, list[str]] = {}
+        self._parameters: dict[int, str] = {}
+        for module in outermost.modules:
+            for path, child in module.named_modules(remove_duplicate=False):
+                for name, parameter in child._parameters.items():
+                    full = f"{path}.{name}" if path else name
+                    self._parameters.setdefault(id(parameter), full)
+                unit = unit_of(child)
+                if unit is not None and child in unit.modules:
+                    known = self.units.setdefault(unit, [])
+                    if path not in known:
+                        known.append(path)
+
+    def give(self) -> None:
+        """Tells the units and parameters."""
+        for unit, where in self.units.items():
+            unit.path = "+".join(where) or "root"
+            for sharded in unit.parameters:
+                sharded.name = self._parameters.get(id(sharded.sharded), sharded.name)
+
+
+def name_units_below(outer: Unit) -> None:
+    """A module that contains units is sharded: they have its names from now on, whichever of them
+    is called first."""
+    names = _Names(outer)
+    names.give()
+    for unit in names.units:
+        unit.is_below = unit is not outer
+
+
 class _Pass:
     """One backward pass that has reached a unit. Autograd holds the only strong reference, through
     its callback, so a pass that raised is recognised by its death."""
@@ -113,30 +151,20 @@ class Root:
         Raises:
             UsageError: one of them is in the middle of a step of its own.
         """
-        paths: dict[Unit, list[str]] = {}
-        parameter_names: dict[int, str] = {}
-        for module in self.unit.modules:
-            for path, child in module.named_modules(remove_duplicate=False):
-                for name, parameter in child._parameters.items():
-                    full = f"{path}.{name}" if path else name
-                    parameter_names.setdefault(id(parameter), full)
-                unit = unit_of(child)
-                if unit is not None and child in unit.modules:
-                    known = paths.setdefault(unit, [])
-                    if path not in known:
-                        known.append(path)
+        names = _Names(self.unit)
         self._refuse_cut_ties()
-        for unit, where in paths.items():
+        for unit in names.units:
             if unit.root is not None and unit.root is not self and unit.root.is_in_backward:
                 raise UsageError(
                     f"unit {unit.path!r} became part of a larger model in the middle of its own "
                     "backward; finish that backward first"
                 )
             unit.root = self
-            unit.path = "+".join(where) or "root"
-            for sharded in unit.parameters:
-                sharded.name = parameter_names.get(id(sharded.sharded), sharded.name)
-        self.units = list(paths)
+        # Called by itself, a part of a sharded module keeps the names it has there: with its own,
+        # other parts would have the same.
+        if not self.unit.is_below:
+            names.give()
+        self.units = list(names.units)
 
     def _refuse_cut_ties(self) -> None:
         owned = {

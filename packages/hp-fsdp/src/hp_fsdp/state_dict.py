@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hp_dtensor.dtensor import DTensor, distribute_tensor
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.full_states import like
-from hp_fsdp.param import ShardedParameter
+from hp_fsdp.param import ShardedParameter, advise
 from hp_fsdp.unit import Unit
 
 
@@ -45,8 +45,14 @@ class _Cutting:
         self._names = names
 
     def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any, **__: Any
+        self,
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        *_: Any,
     ) -> None:
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
         for name, parameter in self._names:
             value, shard = state.get(prefix + name), parameter.sharded
             assert isinstance(shard, DTensor)
@@ -55,6 +61,10 @@ class _Cutting:
                 loaded: Tensor = like(value, shard)
                 if isinstance(value, nn.Parameter):
                     loaded = nn.Parameter(loaded, requires_grad=value.requires_grad)
+                elif is_assigned:
+                    loaded = nn.Parameter(loaded, requires_grad=shard.requires_grad)
+                if is_assigned:
+                    advise(loaded)
                 state[prefix + name] = loaded
 
 

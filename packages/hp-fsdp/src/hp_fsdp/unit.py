@@ -61,6 +61,7 @@ class Unit:
         comm: which parameters travel together, and `link`, what was measured to decide it.
         offload: copies to and from the host, where shards live there and the mesh does not.
         path: qualified module name below the root; shown in errors and in the ledger.
+        is_below: a module that contains this one is sharded too.
         root: shared state of the model; set at the first forward.
         reshard_after_forward: True, False, or None for "True unless backward begins with this".
         reshard_after_backward: whether backward releases the gathered parameters.
@@ -106,6 +107,7 @@ class Unit:
         self.link = link
         self.offload = offload
         self.path = type(modules[0]).__name__
+        self.is_below = False
         self.root: Root | None = None
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True

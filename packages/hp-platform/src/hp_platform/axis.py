@@ -106,7 +106,7 @@ class MeshAxis:
         """
         index = _axis_index(mesh, axis)
         names = mesh.mesh_dim_names
-        name = names[index] if names else str(index)
+        name = names[index] if names else f"axis{index}"
         coordinate = mesh.get_coordinate()
         if coordinate is None:
             raise TopologyError(
