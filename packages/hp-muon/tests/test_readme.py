@@ -12,5 +12,7 @@ def test_the_example_runs_and_learns(capsys):
     (code,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names: dict = {}
     exec(code, names)
-    assert "Muon step plan" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Muon step plan" in printed
+    assert "1 parameter, local: 1 matrix;" in printed
     assert names["loss"].item() < 3.0

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hp_muon.errors import MuonError
+from hp_muon.wording import counted
 from hp_platform import MeshAxis, Origin, aligned_empty, all_reduce, pad_to_alignment
 
 _ORIGIN = Origin("hp_muon", "finite gradients", "optimizer")
@@ -41,9 +42,9 @@ def check_gradients(
         return
     found = [names[index] for index, flag in zip(order, bad.tolist()) if flag]
     raise MuonError(
-        f"gradients of {len(found)} parameters are not finite: {found[:10]}. Nothing was stepped; "
-        "skip this step on every rank (optimizer.zero_grad()), use a GradScaler with float16, or "
-        "go back to a checkpoint"
+        f"gradients of {counted(len(found), 'parameter')} are not finite: {found[:10]}. Nothing "
+        "was stepped; skip this step on every rank (optimizer.zero_grad()), use a GradScaler with "
+        "float16, or go back to a checkpoint"
     )
 
 

@@ -149,11 +149,14 @@ class _Builder:
         names, sizes = layout.abstract_mesh.axis_names, layout.abstract_mesh.sizes
         coord = layout.coordinate(self.coordinate)
         replica_axes = self._replica_axes(layout, geometry, coord) if self.deduplicate else ()
-        cut = " x ".join(names[axis] for axis in geometry.cutting) or "-"
-        spread_over = " x ".join(f"{names[axis.axis]}:{len(axis.members)}" for axis in replica_axes)
+        cut = " x ".join(names[axis] for axis in geometry.cutting) or "no axis"
+        replicas = " x ".join(
+            f"{len(axis.members)} along {names[axis.axis]}" for axis in replica_axes
+        )
         mesh_label = f"mesh{number} " if number else ""
         return Domain(
-            label=f"{mesh_label}cut by {cut}, owners over {spread_over or '-'}",
+            label=f"{mesh_label}cut by {cut}"
+            + (f", divided among replicas ({replicas})" if replicas else ""),
             mesh=layout.mesh,
             shard_axes=geometry.cutting,
             shard_sizes=tuple(sizes[axis] for axis in geometry.cutting),

@@ -1,8 +1,9 @@
 """Which parameters Muon takes: matrices by role, everything else to AdamW.
 
 Decided from module types, names and global shapes, so a sharded model is split exactly as the
-unsharded one. The count is logged, and no matrix on Muon is an error: a silent fallback to AdamW
-is how such mistakes go unnoticed.
+unsharded one, and a model under DistributedDataParallel or torch.compile as the bare one. The
+count is logged, and no matrix on Muon is an error: a silent fallback to AdamW is how such mistakes
+go unnoticed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import enum
 import fnmatch
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -19,12 +20,14 @@ from torch import Tensor, nn
 
 from hp_dtensor import layout_of
 from hp_muon.errors import MuonError
+from hp_muon.wording import counted
+from hp_muon.wrappers import bare, named_modules, named_parameters, top_paths
 
 _logger = logging.getLogger("hp_muon")
 
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 TOP_LEVEL_HEAD_NAMES = frozenset({"head", "output", "decoder", "unembed"})
-"""Names that mean a head only where the module is the model's direct child."""
+"""Names that mean a head only where the module is the model's direct child, wrappers aside."""
 EXPERT_WORDS = ("expert", "moe", "mlp", "ffn", "feed_forward")
 ELEMENTWISE_NAMES = frozenset({"A_log", "D", "dt_bias"})
 """Parameters of two dims that scale elementwise and are no linear maps (state-space models)."""
@@ -77,13 +80,16 @@ def split_parameters(
 
     Matrices of linear layers, stacks of expert matrices [experts, rows, cols] and, unless
     `router="adamw"`, routers go to Muon. Embeddings, output heads (tied ones too), norms, biases,
-    vectors, convolutions and elementwise parameters go to AdamW. Shapes are global ones.
+    vectors, convolutions and elementwise parameters go to AdamW. Shapes are global ones. Names are
+    those of the bare model: what DistributedDataParallel, torch.compile and activation
+    checkpointing put into them is left out.
 
     Args:
         lr, weight_decay: of the Muon group.
         adamw_lr, adamw_weight_decay: of the AdamW group; the decay is Muon's when omitted.
         router: "muon" or "adamw".
-        muon, adamw: glob patterns of parameter names that override the roles.
+        muon, adamw: glob patterns of parameter names that override the roles; names with the
+            wrappers' parts match too.
 
     Raises:
         MuonError: a pattern matches nothing or both lists match a parameter, a parameter without
@@ -91,18 +97,21 @@ def split_parameters(
     """
     if router not in ("muon", "adamw"):
         raise MuonError(f"router must be 'muon' or 'adamw', found {router!r}")
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, _, parameter in named_parameters(model)}
     choices = choose(model, router=router, muon=muon, adamw=adamw)
     on_muon = [choice.name for choice in choices if choice.use_muon]
     others = [choice.name for choice in choices if not choice.use_muon]
     if not on_muon:
         raise MuonError(
-            f"none of the {len(choices)} parameters of {type(model).__name__} is a matrix for "
-            f"Muon; roles: {_counts(choices)}. Use torch.optim.AdamW, or name matrices in "
-            "muon=[...]"
+            f"{type(bare(model)).__name__} has {counted(len(choices), 'parameter')} and none is a "
+            f"matrix for Muon; roles: {_counts(choices)}. Use torch.optim.AdamW, or name matrices "
+            "in muon=[...]"
         )
     _logger.info(
-        "Muon steps %d parameters, AdamW %d: %s", len(on_muon), len(others), _counts(choices)
+        "Muon steps %s, AdamW %d: %s",
+        counted(len(on_muon), "parameter"),
+        len(others),
+        _counts(choices),
     )
     groups: list[dict[str, Any]] = [
         {
@@ -130,8 +139,10 @@ def choose(
 ) -> list[Choice]:
     """The role and destination of every parameter, in the model's order."""
     roles = dict(_roles(model))
-    shapes = {name: global_shape(p) for name, p in model.named_parameters()}
-    forced = {True: _matching(muon, roles, "muon"), False: _matching(adamw, roles, "adamw")}
+    known = list(named_parameters(model))
+    shapes = {name: global_shape(p) for name, _, p in known}
+    names = {name: {name, torch_name} for name, torch_name, _ in known}
+    forced = {True: _matching(muon, names, "muon"), False: _matching(adamw, names, "adamw")}
     both = sorted(forced[True] & forced[False])
     if both:
         raise MuonError(f"parameters {both} are named in both muon and adamw; keep one")
@@ -158,9 +169,9 @@ def global_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _roles(model: nn.Module) -> Iterator[tuple[str, Role]]:
-    by_module = {id(p): r for _, m in model.named_modules() for p, r in _by_module_type(m)}
+    by_module = {id(p): r for m in model.modules() for p, r in _by_module_type(m)}
     heads = _head_parameters(model)
-    for name, parameter in model.named_parameters():
+    for name, _, parameter in named_parameters(model):
         known = by_module.get(id(parameter))
         if known is None and id(parameter) in heads:
             known = Role.HEAD
@@ -187,23 +198,32 @@ def _by_module_type(module: nn.Module) -> Iterator[tuple[Tensor, Role]]:
 
 
 def _head_parameters(model: nn.Module) -> set[int]:
-    """Weights of output heads: what the model says, and modules that are named as heads are."""
-    heads = {id(p) for p in _own_weights(_output_embeddings(model))}
-    for path, module in model.named_modules():
-        named = path.rsplit(".", 1)[-1] in HEAD_NAMES or path in TOP_LEVEL_HEAD_NAMES
+    """Weights of output heads: what a module says, and modules that are named as heads are."""
+    heads: set[int] = set()
+    tops = top_paths(model)
+    for path, _, module in named_modules(model):
+        heads |= {id(p) for head in _output_embeddings(module) for p in _own_weights(head)}
+        above, _, name = path.rpartition(".")
+        named = name in HEAD_NAMES or (name in TOP_LEVEL_HEAD_NAMES and above in tops)
         if named and not any(True for _ in module.children()):
             heads |= {id(p) for p in _own_weights(module)}
     return heads
 
 
-def _output_embeddings(model: nn.Module) -> nn.Module | None:
-    getter = getattr(model, "get_output_embeddings", None)
-    return getter() if callable(getter) else None
-
-
-def _own_weights(module: nn.Module | None) -> list[Tensor]:
-    if module is None:
+def _output_embeddings(module: nn.Module) -> list[nn.Module]:
+    """The heads that a module of transformers' interface names, without wrappers."""
+    getter = getattr(module, "get_output_embeddings", None)
+    try:
+        found = getter() if callable(getter) else None
+    except NotImplementedError:  # how a model says that it does not know
         return []
+    if not isinstance(found, nn.Module):
+        return []
+    inner = bare(found)
+    return [bare(m) for m in inner] if isinstance(inner, nn.ModuleList) else [inner]
+
+
+def _own_weights(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters(recurse=False) if len(global_shape(p)) >= 2]
 
 
@@ -228,13 +248,14 @@ def _is_router(path: Sequence[str]) -> bool:
     return path[-1] == "weight" and any(part in ("gate", "router") for part in path[-3:-1])
 
 
-def _matching(patterns: Sequence[str], names: dict[str, Role], argument: str) -> set[str]:
+def _matching(patterns: Sequence[str], names: Mapping[str, set[str]], argument: str) -> set[str]:
+    """The parameters, by name without wrappers, of which any of the names matches."""
     found = set()
     for pattern in patterns:
-        matched = fnmatch.filter(names, pattern)
+        matched = {name for name, known in names.items() if fnmatch.filter(known, pattern)}
         if not matched:
             raise MuonError(f"{argument}: pattern {pattern!r} matches no parameter of the model")
-        found |= set(matched)
+        found |= matched
     return found
 
 

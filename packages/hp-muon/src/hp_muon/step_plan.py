@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from hp_dtensor import AbstractMesh, Layout
 from hp_muon.grouping import Geometry
 from hp_muon.newton_schulz import newton_schulz_operations, uses_gram
 from hp_muon.views import ResolvedView
+from hp_muon.wording import counted
 from hp_platform import BufferLayout
 
 if TYPE_CHECKING:
@@ -245,13 +246,15 @@ class Batch:
         }
 
     def __str__(self) -> str:
-        part = self.own
         members = sum(len(part.members) for part in self.parts)
-        shares = [stop - start for start, stop in pairwise(part.bounds)]
+        matrices = sum(part.count for part in self.parts)
+        shares = [stop - start for start, stop in pairwise(self.own.bounds)]
         return (
-            f"{self.rows:>6} x {self.cols:<6} {members:>5} parameters  {self.domain.label:<28} "
-            f"this replica {part.count:>5} matrices, {min(shares)} to {max(shares)} a compute "
-            f"owner; staging {self.workspace_bytes['staging']} bytes"
+            f"{self.rows:>6} x {self.cols:<6} {counted(members, 'parameter')}, "
+            f"{self.domain.label}: {counted(matrices, 'matrix', 'matrices')}"
+            + (f", {self.own.count} of them in this replica" if len(self.parts) > 1 else "")
+            + (f", {_span(shares)} on each compute owner" if len(shares) > 1 else "")
+            + f"; staging {counted(self.workspace_bytes['staging'], 'byte')}"
         )
 
 
@@ -306,7 +309,9 @@ class StepPlan:
         return found
 
     def __str__(self) -> str:
-        lines = [f"Muon step plan {self.digest[:12]}: {len(self.batches)} batches"]
+        lines = [
+            f"Muon step plan {self.digest[:12]}: {counted(len(self.batches), 'batch', 'batches')}"
+        ]
         lines += [str(batch) for batch in self.batches]
         buffers = ", ".join(f"{role} {size}" for role, size in self.workspace_bytes.items())
         lines += [f"bytes of buffers: {buffers}"]
@@ -315,3 +320,8 @@ class StepPlan:
             for mesh in self.loads
         ]
         return "\n".join(lines)
+
+
+def _span(numbers: Sequence[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low} to {high}"
