@@ -48,6 +48,11 @@ def test_contiguous_query_key_value_of_unequal_sizes_are_three_matrices() -> Non
     }
 
 
+def test_a_model_in_a_wrapper_has_the_views_of_the_bare_one() -> None:
+    model = model_of("phi3")
+    assert muon_views(torch.nn.DataParallel(model)) == muon_views(model)
+
+
 def test_query_key_value_interleaved_by_head_are_three_matrices() -> None:
     assert shapes("gpt_neox")["attention.query_key_value"] == [(1, 64, 64)] * 3
 

@@ -17,6 +17,7 @@ from torch import nn
 from hp_dtensor import SectionedShard, Shard, ShardingPlan
 from hp_dtensor.plan import ParameterSpec
 from hp_muon import MatrixView
+from hp_muon.wrappers import bare
 from hp_planner import plan as derive_plan
 
 _logger = logging.getLogger("hp_integration")
@@ -43,6 +44,8 @@ def muon_views(
     Raises:
         LintError, PlanError: the planner does not know the model.
     """
+    if plan is None:
+        model = bare(model)  # as split_parameters names what is in a wrapper
     found = derive_plan(model, {_AXIS: 2}) if plan is None else plan
     config = getattr(model, "config", None)
     parameters = dict(model.named_parameters(remove_duplicate=False))
