@@ -124,5 +124,5 @@ def test_a_mistake_in_the_inputs_is_one_line_of_one_rank(launcher, tmp_path: Pat
     assert run.wait(timeout=200) != 0
     lines = [line for line in run.output.splitlines() if "hp-train: error:" in line]
     assert len(lines) == 1, run.output
-    assert "--mesh dp_shard=3,tp=1 needs 3 ranks, this run has 2" in lines[0]
+    assert "--mesh dp_shard=3 needs 3 ranks, this run has 2" in lines[0]
     assert "exitcode  : 2" in run.output

@@ -28,10 +28,10 @@ def message_on_every_rank(arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--mesh", "dp_shard=3"), "--mesh dp_shard=3,tp=1 needs 3 ranks, this run has 2"),
+        (("--mesh", "dp_shard=3"), "--mesh dp_shard=3 needs 3 ranks, this run has 2"),
         (("--mesh", "dp=2"), "unknown axis 'dp'"),
         (("--model", "gpt-17"), "--model gpt-17: unknown"),
-        (("--config", "/no/such.json"), "--config: cannot read /no/such.json: No such file"),
+        (("--config", "/no/such.json"), "--config /no/such.json: no such file"),
         (("--data", "/no/such/folder"), "--data /no/such/folder: no such folder"),
         (("--out", "/proc/forbidden"), "--out /proc/forbidden: cannot write there"),
         (("--resume",), "holds no checkpoint"),

@@ -3,6 +3,7 @@
 import pytest
 
 from hp_integration.errors import InputError
+from hp_integration.inputs import read_options
 from hp_integration.options import Options, parse_mesh, parse_options
 
 
@@ -51,7 +52,8 @@ def test_a_mesh_that_cannot_be_read_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--mesh tp=2", "needs 2 ranks, this run has 4"),
+        ("--mesh tp=2", "^--mesh tp=2 needs 2 ranks, this run has 4"),
+        ("", "^a run without --mesh needs 1 rank, this run has 4"),
         ("--mesh dp_shard=4 --batch-size 6", "divided evenly over 4"),
         ("--mesh dp_shard=2,tp=2 --seq-len 7", "divided evenly over tp=2"),
         ("--mesh cp=2,tp=2 --seq-len 6", "divided evenly over cp=2, tp=2"),
@@ -73,3 +75,20 @@ def test_a_wrong_option_is_one_line(line: str, message: str) -> None:
     with pytest.raises(InputError, match=message) as caught:
         parse_options(line.split()).check(world_size=4)
     assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_of_a_command_line_are_told_at_once() -> None:
+    line = "--mesh tp=two --steps 0 --lr -1 --setps 3 --data /no/such --config /no/such.json"
+    with pytest.raises(InputError) as caught:
+        read_options(line.split(), world_size=4)
+    first, *mistakes = str(caught.value).splitlines()
+    assert first == "6 mistakes:"
+    parts = (
+        "--setps 3",
+        "'tp' needs a size",
+        "--steps",
+        "--lr",
+        "/no/such: no",
+        "/no/such.json: no",
+    )
+    assert all(part in mistake for part, mistake in zip(parts, mistakes, strict=True))

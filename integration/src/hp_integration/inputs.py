@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from hp_integration.checkpoint import Progress, latest_checkpoint, read_progress
 from hp_integration.data import Corpus, load_corpus
 from hp_integration.errors import InputError
 from hp_integration.models import abstract_model, build_model, decoder_layers, model_config
-from hp_integration.options import Options, parse_options
+from hp_integration.options import Options, read_command_line, refuse
 
 
 @frozen(eq=False)
@@ -50,14 +50,23 @@ class Inputs:
 
 
 def read_options(argv: Sequence[str] | None, world_size: int) -> Options:
-    """The command line, checked for everything that needs no file and no model.
+    """The command line, checked for everything that needs no model; files for being there.
 
     Raises:
-        InputError: one line about the first mistake.
+        InputError: about all mistakes that were found, a line each.
     """
-    options = parse_options(argv)
-    options.check(world_size)
+    options, mistakes = read_command_line(argv, world_size)
+    refuse([*mistakes, *_missing_files(options)])
     return options
+
+
+def _missing_files(options: Options) -> Iterator[str]:
+    if options.data is not None and not options.data.is_dir():
+        yield f"--data {options.data}: no such folder"
+    for name in ("config", "tokenizer", "overrides"):
+        path: Path | None = getattr(options, name)
+        if path is not None and not path.is_file():
+            yield f"--{name} {path}: no such file"
 
 
 def read_inputs(options: Options) -> Inputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from hp_planner import model_source
 
 # Slowest varying first: replicas on different hosts, tensor parallelism inside one.
 MESH_AXES = ("dp_replicate", "dp_shard", "ep", "cp", "tp")
+_SEE_HELP = " (hp-train --help lists the options)"
 NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -32,7 +33,11 @@ def _path(value: str | Path | None) -> Path | None:
 
 @frozen
 class Options:
-    """Every choice of a run. Sizes are global: `batch_size` counts sequences over all ranks."""
+    """Every choice of a run. Sizes are global: `batch_size` counts sequences over all ranks.
+
+    Attributes:
+        mesh_text: the mesh as the user wrote it, for messages; empty where none was written.
+    """
 
     mesh: dict[str, int] = field(factory=dict, converter=_mesh)
     single: bool = False
@@ -59,6 +64,7 @@ class Options:
     save_every: int = 0
     log_every: int = 10
     devices_per_host: int | None = None
+    mesh_text: str = field(default="", eq=False, repr=False)
 
     @property
     def world_size(self) -> int:
@@ -79,53 +85,82 @@ class Options:
         """Checks everything that needs neither files nor the model.
 
         Raises:
-            InputError: one line that names the option, what was found and what is needed.
+            InputError: for each mistake a line that names the option, what was found and what is
+                needed.
         """
-        self._check_mesh(world_size)
-        self._check_numbers()
-        if self.batch_size % self.data_ranks:
-            raise InputError(
+        refuse(self.mistakes(world_size))
+
+    def mistakes(self, world_size: int) -> list[str]:
+        """What `check` would refuse, a line each."""
+        of_mesh = list(self._of_mesh(world_size))
+        # What a mesh must divide is not judged by a wrong one.
+        found = [*(of_mesh or self._of_divisions()), *self._of_numbers()]
+        if self.ns_dtype not in NS_DTYPES:
+            found.append(f"--ns-dtype {self.ns_dtype}: expected one of {', '.join(NS_DTYPES)}")
+        return found
+
+    def _of_divisions(self) -> Iterator[str]:
+        if self.batch_size > 0 and self.batch_size % self.data_ranks:
+            yield (
                 f"--batch-size {self.batch_size} sequences cannot be divided evenly over "
                 f"{self.data_ranks} data-parallel ranks"
             )
-        if self.seq_len % self.sequence_parts:
+        if self.seq_len > 0 and self.seq_len % self.sequence_parts:
             axes = ", ".join(f"{n}={self.mesh[n]}" for n in ("cp", "tp") if n in self.mesh)
-            raise InputError(
+            yield (
                 f"--seq-len {self.seq_len} cannot be divided evenly over {axes}; change it or give "
                 "--no-sequence-parallel, which leaves it to cp alone"
             )
-        if self.ns_dtype not in NS_DTYPES:
-            raise InputError(f"--ns-dtype {self.ns_dtype}: expected one of {', '.join(NS_DTYPES)}")
 
-    def _check_mesh(self, world_size: int) -> None:
-        given = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+    def _of_mesh(self, world_size: int) -> Iterator[str]:
+        axes = ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        given = f"--mesh {self.mesh_text or axes}"
         if self.single and self.world_size != 1:
-            raise InputError(f"--single runs without a mesh, found --mesh {given}")
-        if self.world_size != world_size:
-            raise InputError(
-                f"--mesh {given} needs {self.world_size} ranks, this run has {world_size}; "
+            yield f"--single runs without a mesh, found {given}"
+        elif self.world_size != world_size:
+            asked = given if self.mesh_text or self.world_size > 1 else "a run without --mesh"
+            yield (
+                f"{asked} needs {counted(self.world_size, 'rank')}, this run has {world_size}; "
                 "start it with torchrun --nproc-per-node or change the mesh"
             )
         if self.devices_per_host is not None and (
             self.devices_per_host < 1 or world_size % self.devices_per_host
         ):
-            raise InputError(
-                f"--devices-per-host {self.devices_per_host} does not divide {world_size} ranks"
+            yield (
+                f"--devices-per-host {self.devices_per_host} does not divide "
+                f"{counted(world_size, 'rank')}"
             )
 
-    def _check_numbers(self) -> None:
+    def _of_numbers(self) -> Iterator[str]:
         at_least_one = ("steps", "batch_size", "seq_len", "eval_batches", "log_every")
         for name in at_least_one:
             if getattr(self, name) < 1:
-                raise InputError(f"{_flag(name)} must be at least 1, found {getattr(self, name)}")
+                yield f"{_flag(name)} must be at least 1, found {getattr(self, name)}"
         for name in ("warmup", "save_every", "seed"):
             if getattr(self, name) < 0:
-                raise InputError(f"{_flag(name)} must not be negative, found {getattr(self, name)}")
+                yield f"{_flag(name)} must not be negative, found {getattr(self, name)}"
         for name in ("lr", "adamw_lr"):
             if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"{_flag(name)} must be positive, found {getattr(self, name)}")
+                yield f"{_flag(name)} must be positive, found {getattr(self, name)}"
         if not 0 <= self.weight_decay < math.inf:
-            raise InputError(f"--weight-decay must not be negative, found {self.weight_decay}")
+            yield f"--weight-decay must not be negative, found {self.weight_decay}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def refuse(mistakes: Sequence[str]) -> None:
+    """Reports all of `mistakes` at once, and returns where there are none.
+
+    Raises:
+        InputError: one line for one mistake; else their number, and a line for each.
+    """
+    if len(mistakes) == 1:
+        raise InputError(mistakes[0])
+    if mistakes:
+        raise InputError("\n  ".join([f"{len(mistakes)} mistakes:", *mistakes]))
 
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
@@ -134,7 +169,40 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     Raises:
         InputError: an option is unknown or has a value of the wrong kind.
     """
-    return Options(**vars(_parser().parse_args(argv)))
+    options, mistakes = read_command_line(argv)
+    refuse(mistakes)
+    return options
+
+
+def read_command_line(
+    argv: Sequence[str] | None, world_size: int | None = None
+) -> tuple[Options, list[str]]:
+    """The command line as `Options`, and what is wrong with it, a line each.
+
+    Args:
+        world_size: also checks the values for that many ranks, all but a mesh that is not readable.
+
+    Raises:
+        InputError: a value is of the wrong kind, so that the rest cannot be judged.
+    """
+    found, unknown = _parser().parse_known_args(argv)
+    values, mistakes = vars(found), []
+    if unknown:
+        mistakes.append(f"unrecognized arguments: {' '.join(unknown)}{_SEE_HELP}")
+    text = values.pop("mesh", None)
+    try:
+        mesh = {} if text is None else parse_mesh(text)
+    except InputError as error:
+        mistakes.append(str(error))
+        # Hosts cannot be judged without the mesh; nothing is run with these options.
+        options = Options(**{**values, "devices_per_host": None})
+        if world_size is not None:
+            mistakes += options.mistakes(options.world_size)
+        return options, mistakes
+    options = Options(mesh=mesh, mesh_text=text or "", **values)
+    if world_size is not None:
+        mistakes += options.mistakes(world_size)
+    return options, mistakes
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -157,7 +225,7 @@ class _Parser(argparse.ArgumentParser):
     """Reports a mistake as an exception, so that one rank can print it for all."""
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (hp-train --help lists the options)")
+        raise InputError(message + _SEE_HELP)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -179,7 +247,6 @@ def _parser() -> argparse.ArgumentParser:
 def _add_layout(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--mesh",
-        type=parse_mesh,
         default=argparse.SUPPRESS,
         metavar="AXIS=N,...",
         help=f"axes {', '.join(MESH_AXES)}; their product is the number of ranks",

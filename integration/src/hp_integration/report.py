@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 from rich.console import Console
-from rich.table import Table
 
 import hp_planner
 from hp_dtensor.plan import ShardingPlan
 from hp_integration.models import abstract_model, parameter_count
+from hp_integration.options import counted
 from hp_integration.plot import save_picture
 from hp_platform.ledger import Ledger
 from hp_platform.topology import Topology
@@ -48,10 +48,12 @@ class Report:
             return
         options, corpus = inputs.options, inputs.corpus
         count = parameter_count(abstract_model(inputs.config))
-        hosts = len(set(topology.hosts))
+        places = (
+            f"{counted(topology.world_size, 'rank')} on {counted(len(set(topology.hosts)), 'host')}"
+        )
         mesh = " x ".join(f"{axis}={size}" for axis, size in options.mesh.items())
         rows = {
-            "mesh": f"{topology.world_size} ranks on {hosts} host{'s' * (hosts > 1)}, {mesh}",
+            "mesh": f"{places}, {mesh}",
             "model": f"{inputs.model_name}, {count:,} parameters",
             "text": f"{corpus.name}: {len(corpus.train):,} tokens to train on, "
             f"{len(corpus.held_out):,} held out, vocabulary {corpus.vocabulary}",
@@ -104,7 +106,7 @@ class Report:
             }
         )
         written = {"checkpoint": result.checkpoint, "losses": _save_metrics(out, result)}
-        if log is not None:
+        if log is not None and log.records:
             self._section(f"Communication of rank 0 in step {inputs.options.steps}, by tier")
             self._print_text(str(log.summary()))
             written["trace"] = out / "communication.trace.json"
@@ -125,10 +127,9 @@ class Report:
 
     def _print_pairs(self, rows: Mapping[str, str]) -> None:
         assert self.console is not None
-        table = Table.grid(padding=(0, 2))
+        width = max(map(len, rows))
         for name, value in rows.items():
-            table.add_row(name, value)
-        self.console.print(table)
+            self._print_text(f"{name.ljust(width)}  {value}")
 
 
 def _summary(gradients: GradientReport) -> str:
