@@ -17,7 +17,6 @@ from hp_dtensor import (
     attach_layout,
 )
 from hp_fsdp import ShardingError, fully_shard
-from hp_fsdp.gradient_places import GradientPlaces
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
 from hp_platform import MeshAxis, ledger, reduce_scatter
 from hp_platform.buffers import aligned_empty
@@ -270,21 +269,21 @@ def test_gradients_are_sent_from_where_autograd_accumulated_them(monkeypatch, co
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))  # uneven rows
         fully_shard(model, mesh=mesh, comm_policy=comm_policy)
-        accumulated = []
-        complete = GradientPlaces.complete
+        places = {}
 
-        def remembering(places, found, *, clear):
-            accumulated.extend(gradient.data_ptr() for _, gradient in found)
-            complete(places, found, clear=clear)
+        def remember(name, parameter):
+            places[name] = parameter.grad.data_ptr()
 
-        monkeypatch.setattr(GradientPlaces, "complete", remembering)
         for _ in range(2):
             sent.clear()
-            accumulated.clear()
-            model(torch.ones(2, 6)).sum().backward()
-            assert len(accumulated) == 4
+            out = model(torch.ones(2, 6))
+            for name, p in model.named_parameters():
+                # Before autograd accumulates, the place is there already.
+                p.register_hook(lambda _, n=name, p=p: remember(n, p))
+            out.sum().backward()
+            assert len(places) == 4
             spans = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in sent]
-            for place in accumulated:
+            for place in places.values():
                 assert any(start <= place < stop for start, stop in spans)
             model.zero_grad()
 

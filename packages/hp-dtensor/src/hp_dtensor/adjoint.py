@@ -69,6 +69,11 @@ def pairing(layout: Layout, values: Sequence[Tensor], gradients: Sequence[Tensor
         for number, coord in enumerate(layout.abstract_mesh.coordinates())
         if all(coord[axis] == 0 for axis in once)
     ]
-    value = torch.cat([values[number].reshape(-1) for number in counted])
-    gradient = torch.cat([gradients[number].reshape(-1) for number in counted])
+    value = end_to_end([values[number] for number in counted])
+    gradient = end_to_end([gradients[number] for number in counted])
     return (value * gradient).sum()
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """Their elements one after the other: 1-D."""
+    return torch.cat([each if each.ndim == 1 else each.reshape(-1) for each in tensors])

@@ -78,30 +78,34 @@ def runs_to_indices(runs: Runs) -> Tensor:
     return torch.cat([torch.arange(start, stop) for start, stop in runs])
 
 
-FEW = 128
-"""Up to so many indices a list is made faster than by a handful of tensor operations."""
-
-
-def flat_indices(per_dim: Sequence[Runs], shape: Sequence[int]) -> list[int]:
-    """Row-major flat indices of a product of runs."""
-    indices = [0]
-    for runs, size in zip(per_dim, shape):
-        own = [i for start, stop in runs for i in range(start, stop)]
-        indices = [row * size + i for row in indices for i in own]
-    return indices
+FEW = 4096
+"""Of up to so many indices a part is taken from all of them; of more it is worked out."""
 
 
 def indices_of(per_dim: Sequence[Runs], shape: Sequence[int]) -> Tensor:
     """Row-major flat indices, ascending, of a product of runs in a tensor of this shape: 1-D
     int64."""
-    if not shape:
-        return torch.zeros(1, dtype=torch.int64)
-    if math.prod([length(runs) for runs in per_dim]) <= FEW:
-        return torch.tensor(flat_indices(per_dim, shape), dtype=torch.int64)
+    if math.prod(shape) <= FEW:
+        return taken(per_dim, all_indices(shape))
     indices = runs_to_indices(per_dim[0])
     for runs, size in zip(per_dim[1:], shape[1:]):
         indices = (indices.unsqueeze(-1) * size + runs_to_indices(runs)).view(-1)
     return indices
+
+
+def all_indices(shape: Sequence[int]) -> Tensor:
+    """Every element's row-major flat index: int64 of this shape."""
+    return torch.arange(math.prod(shape)).view(*shape) if shape else torch.tensor(0)
+
+
+def taken(per_dim: Sequence[Runs], tensor: Tensor) -> Tensor:
+    """The elements in a product of runs, row-major: 1-D. May share the tensor's memory."""
+    for dim, runs in enumerate(per_dim):
+        if len(runs) != 1:
+            tensor = tensor.index_select(dim, runs_to_indices(runs))
+        elif length(runs) != tensor.shape[dim]:
+            tensor = tensor.narrow(dim, runs[0][0], length(runs))
+    return tensor.reshape(-1)
 
 
 def flatten_runs(per_dim: Sequence[Runs], shape: Sequence[int]) -> Runs:

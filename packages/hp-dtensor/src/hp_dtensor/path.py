@@ -131,6 +131,8 @@ class _Search:
             if best[state] < (elements, steps):
                 continue
             limit = best.get(self.end)
+            if limit is not None and (elements, steps + 1) >= limit:
+                continue
             for after, move in self._moves(state):
                 cost = (elements + move.elements, steps + 1)
                 if limit is not None and cost >= limit:

@@ -89,6 +89,8 @@ class RankStep:
         if receives is None or self.received_as_it_lies:
             return lambda received: received.view(shape)
         unpacked = receives.unpacked
+        if receives.view == shape:
+            return unpacked
         return lambda received: unpacked(received).reshape(shape)
 
 
@@ -124,6 +126,8 @@ class Geometry:
         self._common: dict[tuple[int, int], tuple[Runs, Runs]] = {}
         self._sends: dict[tuple[Numbers, Numbers], Pieces] = {}
         self._receives: dict[tuple[Numbers, Numbers], Pieces] = {}
+        # Different ranks' parts may lie alike in their local tensors.
+        self._alike: dict[tuple[object, ...], Pieces] = {}
 
     def part(self, coord: Coordinate) -> RankStep:
         """The move as the rank at `coord` performs it."""
@@ -152,8 +156,7 @@ class Geometry:
             # An all-to-all that replicates sends everything to everyone.
             alike = self.move.kind is Kind.ALL_TO_ALL and along is None
             copies = self._size if alike else 1
-            found = Pieces.of(self._view(old), positions, dim or 0, along, copies)
-            self._sends[key] = found
+            found = self._sends[key] = self._pieces(old, positions, dim or 0, along, copies)
         return found
 
     def _received(self, old: Numbers, new: Numbers, coord: Coordinate) -> Pieces:
@@ -166,8 +169,22 @@ class Geometry:
             along = None
             if dim is not None:
                 along = [self._in_common(each, new[dim])[1] for each in peers]
-            found = Pieces.of(self._view(new), positions, dim or 0, along)
-            self._receives[key] = found
+            found = self._receives[key] = self._pieces(new, positions, dim or 0, along)
+        return found
+
+    def _pieces(
+        self,
+        held: Numbers,
+        positions: list[Runs],
+        dim: int,
+        along: list[Runs] | None,
+        copies: int = 1,
+    ) -> Pieces:
+        view = self._view(held)
+        key = (view, *positions, dim, copies, *(along or ()))
+        found = self._alike.get(key)
+        if found is None:
+            found = self._alike[key] = Pieces.of(view, positions, dim, along, copies)
         return found
 
     def _in_common(self, old: int, new: int) -> tuple[Runs, Runs]:
@@ -184,7 +201,16 @@ class Geometry:
     # -- numbers ------------------------------------------------------------------------------
 
     def _held(self, at: _Held, coord: Coordinate) -> Numbers:
-        return tuple([self._number(at, dim, coord) for dim in range(len(at.axes))])
+        held = []
+        for dim, axes in enumerate(at.axes):
+            # Most dims are whole, and are not asked about again.
+            number = None if axes else at.whole[dim]
+            if number is None:
+                number = self._number(at, dim, coord)
+                if not axes:
+                    at.whole[dim] = number
+            held.append(number)
+        return tuple(held)
 
     def _along(self, at: _Held, dim: int, coord: Coordinate) -> Numbers:
         """What the ranks along the move's axis hold of a dim."""
@@ -198,7 +224,8 @@ class Geometry:
 
     def _number(self, at: _Held, dim: int, coord: Coordinate) -> int:
         known = at.numbers[dim]
-        key = tuple([coord[axis] for axis in at.axes[dim]])
+        axes = at.axes[dim]
+        key = coord[axes[0]] if len(axes) == 1 else tuple([coord[axis] for axis in axes])
         number = known.get(key)
         if number is None:
             runs = at.holdings.runs(self.flat, dim, coord)
@@ -218,16 +245,18 @@ class _Held:
 
     Attributes:
         axes: per dim, the axes that cut it.
-        numbers: per dim, the number of what is held by coordinate on these axes.
-        lines: the same for all ranks along the move's axis, by coordinate on the others.
+        numbers: per dim, the number of what is held, by the coordinate on these axes.
+        whole: the number of each dim that no axis cuts, once it is known.
+        lines: numbers for all ranks along the move's axis, by coordinate on the others.
     """
 
-    __slots__ = ("axes", "holdings", "lines", "numbers")
+    __slots__ = ("axes", "holdings", "lines", "numbers", "whole")
 
     def __init__(self, holdings: Holdings, flat_dims: int) -> None:
         self.holdings = holdings
         self.axes = holdings.view_axes(flat_dims)
-        self.numbers: list[dict[Coordinate, int]] = [{} for _ in self.axes]
+        self.numbers: list[dict[Coordinate | int, int]] = [{} for _ in self.axes]
+        self.whole: list[int | None] = [None] * len(self.axes)
         self.lines: dict[Coordinate, Numbers] = {}
 
     def dim_cut(self, axis: int) -> int | None:

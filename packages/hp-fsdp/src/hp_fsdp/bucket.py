@@ -1,8 +1,8 @@
 """Parameters of a unit that travel together: one all-gather, one reduce-scatter, no copies.
 
 A rank's part of the bucket is the all-gather's input, and the output is the buffer of which the
-full parameters are views (paper section 5.1). Where the gradients' memory can be chosen, they
-come to lie in views of one aligned buffer, which the reduce-scatter reads as it is: shared
+full parameters are views (paper section 5.1). Where the gradients' memory can be chosen, autograd
+accumulates them into views of one aligned buffer, which the reduce-scatter reads as it is: shared
 buffers, chunks with padding, and the CPU, whose allocator does not align to 512 bytes. Elsewhere
 it is read where autograd left it. Only parameters that are cut along a dim that is not leading
 (`PackedBucket`) are copied on the way.
@@ -15,13 +15,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from hp_fsdp.cut import AnyCut, Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.full_buffer import FullBuffer
-from hp_fsdp.gradient_places import GradientPlaces, before_accumulation
 from hp_fsdp.offload import HOST, Offload
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
@@ -76,16 +74,12 @@ class Bucket:
         self._accumulated: Tensor | None = None
         self._buffer: Memory = memory.gathered.reserve(self._full_numel, self.compute_dtype)
         self._landing: Memory | None = None
-        # Autograd's nodes that write `.grad`, which it would otherwise make anew at every forward.
-        self._accumulators: dict[ShardedParameter, Node] = {}
-        # Whether earlier backwards' gradients, to which autograd adds, are in `_landing`.
-        self._keeps_earlier = False
         self._free_landings: list[Memory] = []
         self._lands = self._chooses_place(journey.cuts[0])
         if self._lands:
             place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
             self._free_landings.append(place)
-        self._known_places: WeakKeyDictionary[Memory, GradientPlaces] = WeakKeyDictionary()
+        self._known_places: WeakKeyDictionary[Memory, list[Tensor]] = WeakKeyDictionary()
         self._known_scatters: WeakKeyDictionary[Memory, tuple[Tensor | None, _Scattering]]
         self._known_scatters = WeakKeyDictionary()
         self._scratch: Memory | None = None
@@ -316,10 +310,6 @@ class Bucket:
             self.has_gradients = True
             callback(parameter)
 
-        if self._lands:
-            index = self.parameters.index(parameter)
-            node = before_accumulation(full, self, lambda bucket, found: bucket.land(index, found))
-            self._accumulators[parameter] = node
         full.register_post_accumulate_grad_hook(finished)
         setattr(full, _HOOKED, True)
 
@@ -329,34 +319,23 @@ class Bucket:
         return not even or self._data.shard.device.type == "cpu"
 
     def make_room(self, pages: PagePool) -> None:
-        """Backward enters the unit: from now on gradients have a place, see `land`."""
+        """Gives autograd the place into which it accumulates gradients; zero to begin with."""
         if not self._lands or not self.has_trainable:
             return
-        if self._landing is None:
-            self._landing = self._new_landing(pages)
-        elif self._keeps_earlier:
-            for parameter, place in zip(self.parameters, self._places(self._landing).views):
-                full = parameter.full
-                assert full is not None
-                if full.requires_grad and full.grad is None:
-                    full.grad = place
+        landing = self._landing
+        if landing is None:
+            landing = self._landing = self._new_landing(pages)
+        for parameter, place in zip(self.parameters, self._places(landing)):
+            full = parameter.full
+            assert full is not None
+            if full.requires_grad and full.grad is None:
+                full.grad = place
 
-    def land(self, index: int, gradient: Tensor) -> Tensor | None:
-        """Puts the gradient that autograd is about to keep into its place, see `GradientPlaces`.
-
-        None leaves it to autograd: it is added to what is there, or has no place.
-        """
-        full, landing = self.parameters[index].full, self._landing
-        if landing is None or full is None or full.grad is not None or self._keeps_earlier:
-            return None
-        return self._places(landing).land(index, gradient)
-
-    def _places(self, landing: Memory) -> GradientPlaces:
-        """The parameters' places in `landing`; made once."""
+    def _places(self, landing: Memory) -> list[Tensor]:
+        """Every parameter's place in `landing`, in its shape; made once."""
         places = self._known_places.get(landing)
         if places is None:
-            views = [self._full_view(p, landing.data) for p in self.parameters]
-            places = GradientPlaces.of(landing.data, views)
+            places = [self._full_view(p, landing.data) for p in self.parameters]
             self._known_places[landing] = places
         return places
 
@@ -366,8 +345,7 @@ class Bucket:
             if self._free_landings
             else FullBuffer(self.gathered_numel, self.compute_dtype, self._data.shard.device)
         )
-        landing.hold(pages)
-        self._keeps_earlier = False
+        landing.hold(pages).zero_()
         return landing
 
     def _collect(self, pages: PagePool) -> Memory | Tensor | None:
@@ -387,8 +365,16 @@ class Bucket:
             return None
         if landing is None:
             landing = self._new_landing(pages)
-        self._places(landing).complete(found, clear=not self._keeps_earlier)
-        self._keeps_earlier = False
+        places = self._places(landing)
+        for index, gradient in found:
+            # Autograd chose another place: the unit's outputs did not lead here, or create_graph.
+            place = places[index]
+            if (
+                gradient is not place
+                and gradient.data_ptr() != place.data_ptr()
+                and gradient.numel()
+            ):
+                place.copy_(gradient)
         return landing
 
     def accumulate(self, pages: PagePool) -> None:
@@ -400,7 +386,7 @@ class Bucket:
         self.has_gradients = True
         if self._accumulated is None and self.reduce_dtype == self.compute_dtype:
             if isinstance(kept, Memory):
-                self._landing, self._keeps_earlier = kept, True
+                self._landing = kept
             else:
                 self._accumulated = kept
             return

@@ -16,8 +16,8 @@ from attrs import frozen
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hp_dtensor.adjoint import dual, has_adjoint, pairing
-from hp_dtensor.cuts import indices_of
+from hp_dtensor.adjoint import dual, end_to_end, has_adjoint, pairing
+from hp_dtensor.cuts import all_indices, taken
 from hp_dtensor.layout import Coordinate, Layout
 from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import (
@@ -206,18 +206,20 @@ def _spread(dense: Tensor, layout: Layout, owned: Sequence[Tensor], seed: int) -
     sizes = [math.prod(shape) for shape in shapes_]
     # torch declares the result to be None, which holds with `out` alone.
     locals_: Sequence[Tensor] = torch.split_with_sizes_copy(everything, sizes)  # type: ignore[assignment, func-returns-value]
+    if len(layout.shape) == 1:
+        return list(locals_)
     return [local.view(shape) for local, shape in zip(locals_, shapes_)]
 
 
 def _owned(layout: Layout) -> list[Tensor]:
     """Every rank's `owned_indices`. Ranks that hold the same share a tensor."""
     known: dict[object, Tensor] = {}
-    every, shape = [], layout.view_shape(layout.flat_dims)
+    every, indices = [], all_indices(layout.view_shape(layout.flat_dims))
     for coord in layout.abstract_mesh.coordinates():
         runs = layout.holdings.view_runs(0, coord)
         own = known.get(runs)
         if own is None:
-            own = known[runs] = indices_of(runs, shape)
+            own = known[runs] = taken(runs, indices)
         every.append(own)
     return every
 
@@ -271,7 +273,7 @@ def _collect(layout: Layout, locals_: Sequence[Tensor], owned: Sequence[Tensor])
         )
     sizes = [mesh.sizes[axis] for axis in partial]
     held = _held(layout, partial, owned)
-    values = torch.cat([local.reshape(-1) for local in locals_])
+    values = end_to_end(locals_)
     parts = values.new_zeros(math.prod(sizes) * layout.numel)
     parts.index_copy_(0, held, values)
     # Of several ranks that hold an element one has written it: all must read what they hold.
