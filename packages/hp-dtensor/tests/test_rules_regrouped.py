@@ -63,6 +63,7 @@ ALONG: tuple[Callable[[Any], Any], ...] = (
     lambda x: torch.cat((x[:, 2:], x[:, :2]), 1),
     lambda x: x.nonzero(),
     lambda x: F.interpolate(x[None], scale_factor=2, mode="linear"),
+    lambda x: torch.stack([each.to(x.dtype) for each in torch.adaptive_max_pool1d(x[None], 2)]),
 )
 
 

@@ -57,7 +57,9 @@ def on_whole(
         found = func(*args, **kwargs) if made.run is None else made.run(func, args, kwargs)
         if isinstance(found, Tensor):
             return moves[0].apply(found, origin=origin) if moves[0] else found
-        moved = [m.apply(each, origin=origin) if m else each for each, m in zip(found, moves)]
+        # One layout may be stated for several results.
+        each_move = moves * len(found) if single else moves
+        moved = [m.apply(each, origin=origin) if m else each for each, m in zip(found, each_move)]
         return type(found)(moved)
 
     laid_out = [target or each for each, target in zip(outputs, back)]

@@ -185,6 +185,9 @@ def distributed_tensors(
 
 
 def _integers(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_complex:  # there is no torch.randint of these
+        real = torch.randint(-8, 9, (*shape, 2), generator=generator, dtype=dtype.to_real())
+        return torch.view_as_complex(real)
     return torch.randint(-8, 9, shape, generator=generator, dtype=dtype)
 
 
