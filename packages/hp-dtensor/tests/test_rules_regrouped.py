@@ -174,8 +174,8 @@ def test_attention_takes_masks_cut_in_any_way() -> None:
 
 def test_a_rank_without_elements_takes_part_in_the_gradient_of_a_largest_element() -> None:
     empty = [on(RaggedShard((0,), (0, 2, 3)))]
-    for order in (float("inf"), float("-inf")):
-        call = DenseCall.of(lambda x, p=order: torch.linalg.vector_norm(x, p), [X])
+    for order, dim in ((float("inf"), None), (float("-inf"), None), (0, None), (0, 0)):
+        call = DenseCall.of(lambda x, p=order, d=dim: torch.linalg.vector_norm(x, p, d), [X])
         assert compare_simulated(call, {"tp": 3}, [empty]) == [None]
 
 
@@ -208,6 +208,30 @@ def test_a_rank_without_channels_adds_the_bias_once() -> None:
     layouts = [[on(ranks, (2, 2, 6)), on(other, (4, 2, 3)), on(Replicate(), (4,))] for other in
                (ranks, Replicate())]  # fmt: skip
     assert compare_simulated(call, {"tp": 3}, layouts) == [None, None]
+    call = DenseCall.of(lambda x, w: F.conv_transpose1d(x, w, groups=4), [
+        integers((1, 4, 5)), integers((4, 1, 2), 1),
+    ])  # fmt: skip
+    for ways in (2, 3):  # fewer groups on a rank than filters or, of three ranks, none
+        mesh, cut = {"tp": ways}, RaggedShard((2,), [1] + [0] * (ways - 1))
+        layouts = [[on(each, (1, 4, 5), ways), on(Replicate(), (4, 1, 2), ways)]
+                   for each in (Shard(1), cut)]  # fmt: skip
+        assert compare_simulated(call, mesh, layouts) == [None, None]
+
+
+def test_a_rank_without_a_factor_of_a_bilinear_form_adds_the_bias_once() -> None:
+    pair = integers((4, 2)), integers((4, 3), 1)
+    filters, bias = integers((5, 2, 3), 2), integers((5,), 3)
+    call = DenseCall.of(lambda x, y, w, b: F.bilinear(x, y, w, bias=b), [*pair, filters, bias])
+    shapes = [each.shape for each in (*pair, filters, bias)]
+    whole = Replicate()
+    for ranks in (
+        (Shard(1), whole, Shard(1), whole),
+        (whole, RaggedShard((1,), (1, 2, 0)), RaggedShard((2,), (1, 2, 0)), whole),
+        (RaggedShard((0,), (0, 1, 1)), whole, whole, whole),
+        (whole, whole, RaggedShard((0,), (0, 5, 0)), whole),
+    ):
+        layouts = [on(each, tuple(shape)) for each, shape in zip(ranks, shapes)]
+        assert compare_simulated(call, {"tp": 3}, [layouts]) == [None]
 
 
 def test_values_written_at_positions_get_their_share_of_a_whole_gradient() -> None:

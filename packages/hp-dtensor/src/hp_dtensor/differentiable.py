@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor.dispatch import move
+from hp_dtensor.function_gradient import watch
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe
 from hp_dtensor.transition import Transition
@@ -45,6 +46,8 @@ class Differentiable(Wrapper):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         self._local.requires_grad_(requires_grad)
         self._follow_local()
+        if requires_grad and self._local.is_leaf:
+            watch(self)
         return self
 
     @property

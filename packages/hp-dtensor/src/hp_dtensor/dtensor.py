@@ -225,8 +225,8 @@ class DTensor(Differentiable):
             raise RuntimeError(
                 "only DTensors made by the user (graph leaves) support deepcopy; detach() first"
             )
-        local = self._local.detach().clone().requires_grad_(self._local.requires_grad)
-        made = DTensor._of(local, self._layout)
+        made = DTensor._of(self._local.detach().clone(), self._layout)
+        made.requires_grad_(self._local.requires_grad)
         memo[id(self)] = made
         gradient = self.grad
         if gradient is not None:
@@ -349,7 +349,7 @@ def distribute_tensor(
         local = Transition.compile(everywhere, layout).run_forward(tensor.detach())
     if local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         local = local.clone()
-    return DTensor._of(local.contiguous().requires_grad_(tensor.requires_grad), layout)
+    return DTensor._of(local.contiguous(), layout).requires_grad_(tensor.requires_grad)
 
 
 def _register_foreach() -> None:

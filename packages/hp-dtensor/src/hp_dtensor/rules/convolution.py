@@ -184,9 +184,9 @@ def _of_channels(
             return _without_channels(own_shape(output), ndim, given)
         if groups == 1:
             return func(**given)
-        given["groups"] = here // (filters.shape[0] // groups if transposed else filters.shape[1])
-        if transposed:
-            given["groups"] = own_shape(output)[-1 - ndim] // filters.shape[1]
+        # Filters of a transposed convolution have its output channels along dim 1.
+        channels_here = own_shape(output)[-1 - ndim] if transposed else here
+        given["groups"] = channels_here // filters.shape[1]
         found: Tensor = func(**given)
         return found
 

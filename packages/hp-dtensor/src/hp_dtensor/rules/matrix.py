@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hp_dtensor.rules.engine import derive, parse
+from hp_dtensor.rules.own_part import of_nothing, own_shape
 from hp_dtensor.rules.recipe import Call, Operand, Recipe, Rule, words
 
 
@@ -120,12 +122,26 @@ def _chain(call: Call) -> Recipe:
     return Recipe(None, None, composite=product)
 
 
+_BILINEAR = ("input1", "input2", "weight", "bias")
+
+
 def _bilinear(call: Call) -> Recipe:
     text = "... i, o i j, ... j" + (" + o" if len(call.operands) == 4 else "") + " -> ... o"
     order = [0, 2, 1, *range(3, len(call.operands))]
     derivation = derive(call.operator, parse(text), [call.layouts[i] for i in order])
     operands = [derivation.operands[order.index(i)] for i in range(len(order))]
-    return Recipe(tuple(operands), derivation.outputs[0])
+    output = derivation.outputs[0]
+
+    def run(func: Callable[..., Any], args: Any, kwargs: Any) -> Tensor:
+        given = dict(zip(_BILINEAR, args)) | kwargs
+        factors = [given[name] for name in _BILINEAR[:3]]
+        if all(factor.numel() for factor in factors):
+            found: Tensor = func(**given)
+            return found
+        bias, nothing = given.get("bias"), of_nothing(own_shape(output), *factors)
+        return nothing if bias is None else nothing + bias
+
+    return Recipe(tuple(operands), output, run)
 
 
 def _grouped(call: Call) -> Recipe:
@@ -205,7 +221,7 @@ def rules() -> Mapping[str, Rule]:
         "vecdot": Rule("vecdot", _vecdot, ("x", "y", "dim")),
         "chain_matmul": Rule("chain_matmul", _chain, ("*matrices",)),
         "multi_dot": Rule("multi_dot", _chain, ("tensors",)),
-        "bilinear": Rule("bilinear", _bilinear, ("input1", "input2", "weight", "bias")),
+        "bilinear": Rule("bilinear", _bilinear, _BILINEAR),
         "ger": pattern_rule("ger", "i, j -> i j", ("input", "other")),
         "addr": pattern_rule("addr", "i j + i, j -> i j", ("input", "first", "second")),
         "addmv": pattern_rule("addmv", "i + i k, k -> i", ("input", "first", "second")),

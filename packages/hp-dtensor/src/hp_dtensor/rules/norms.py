@@ -26,7 +26,7 @@ def summable_norm(local: Tensor, order: float) -> Tensor:
             return local.new_full((), 0.0 if order > 0 else math.inf)
         return torch.linalg.vector_norm(local, order)
     if order == 0:
-        return local.ne(0).sum().to(local.abs().dtype)
+        return _counted(local.abs(), tuple(range(local.ndim)), False)
     if order == 2:
         return local.abs().square().sum() if local.is_complex() else local.square().sum()
     return local.abs().pow(order).sum()
@@ -100,8 +100,13 @@ def _contribution(local: Tensor, order: float, dims: tuple[int, ...], keepdim: b
             return (empty if keepdim else empty.squeeze(dims)) + size.sum(dims, keepdim=keepdim)
         return size.amax(dims, keepdim) if order > 0 else size.amin(dims, keepdim)
     if order == 0:
-        return local.ne(0).sum(dims, keepdim=keepdim).to(size.dtype)
+        return _counted(size, dims, keepdim)
     return (size.square() if order == 2 else size.pow(order)).sum(dims, keepdim=keepdim)
+
+
+def _counted(size: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """How many are not zero; as in torch, with a gradient that is zero."""
+    return torch.where(size == 0, size, torch.ones_like(size)).sum(dims, keepdim=keepdim)
 
 
 def _carrier(
@@ -120,9 +125,7 @@ def _carrier(
         ties = along.reduce(mask.sum(dims, keepdim=True).to(norm.dtype), "sum")
         weights = (mask / ties).detach()
         return (local.abs() * weights).sum(dims, keepdim=keepdim)
-    if order == 0:
-        return part * 0
-    if order == 1:
+    if order in (0, 1):
         return part
     slope = norm.pow(1.0 - order) / order
     return part * torch.where(norm == 0, torch.zeros_like(slope), slope)

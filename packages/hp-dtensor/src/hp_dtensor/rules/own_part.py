@@ -27,7 +27,7 @@ def own_indices(layout: Layout, dim: int) -> Tensor:
 
 
 def of_nothing(shape: Sequence[int], *operands: Tensor) -> Tensor:
-    """Zeros of a shape (without elements) where a kernel would not take empty operands.
+    """Zeros of a shape where a kernel would not take empty operands.
 
     They depend on the operands: a rank whose part is empty must take part in the backward
     collectives of the others.
@@ -35,5 +35,5 @@ def of_nothing(shape: Sequence[int], *operands: Tensor) -> Tensor:
     total = operands[0].new_zeros(tuple(shape))
     for operand in operands:
         if operand.is_floating_point() or operand.is_complex():
-            total = total + operand.sum().to(total.dtype)
+            total = total + operand.flatten()[:0].sum().to(total.dtype)
     return total
