@@ -85,25 +85,90 @@ def test_a_dtensor_of_pytorch_is_named_as_such() -> None:
     run_ranks(body, 2)
 
 
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Any, *_: Any) -> Any:
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 2, None
+
+
+class Alias(torch.autograd.Function):
+    """A view, which torch lets require a gradient even where none is recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any) -> Any:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient * 2
+
+
+class Penalty(torch.autograd.Function):
+    """The sum of this rank's squares, a plain tensor; `giving` makes of the gradient what it
+    returns."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Any, giving: Any) -> Any:
+        ctx.giving = giving
+        ctx.save_for_backward(value)
+        return value.to_local().square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (value,) = ctx.saved_tensors
+        return ctx.giving(value.detach() * (2 * gradient.item())), None
+
+
 def test_an_autograd_function_applied_to_a_dtensor_is_found_by_the_next_operator() -> None:
-    class Double(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, value: Any) -> Any:
-            return value * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            return gradient * 2
-
     def body() -> None:
         layout = Layout(mesh_of(2), [Shard(0)], (4, 6))
-        made = Double.apply(leaf(integers((4, 6)), layout))
-        for use in (lambda: made + 1, made.to_local, made.full_tensor, made.sum):
+        for apply in (Double.apply, Alias.apply):
+            for use in (lambda made: made + 1, DTensor.to_local, DTensor.full_tensor, torch.sum):
+                value = leaf(integers((4, 6)), layout)
+                for given in (value, value * 1):
+                    made = use(apply(given))
+                    made.backward(torch.ones_like(made))
+                assert bool((value.grad.full_tensor() == 4).all())
+        made = Double.apply(leaf(integers((4, 6)), layout), torch.ones((), requires_grad=True))
+        for use in (lambda made: made + 1, DTensor.to_local, DTensor.full_tensor, torch.sum):
             with pytest.raises(OperatorError, match=r"autograd\.Function"):
-                use()
+                use(made)
         with torch.no_grad():
             fine = Double.apply(leaf(integers((4, 6)), layout))
         assert torch.equal(fine.full_tensor(), integers((4, 6)) * 2)
+
+    run_ranks(body, 2)
+
+
+def test_the_gradient_of_a_plain_result_of_an_autograd_function_reaches_the_leaf() -> None:
+    def body() -> None:
+        mesh, values = mesh_of(2), integers((4, 6))
+        cut = Layout(mesh, [Shard(0)], (4, 6))
+        summand = Layout(mesh, [Replicate()], (4, 6), [Partial()])
+        for layout in (cut, Layout(mesh, [Replicate()], (4, 6)), summand):
+            value, seen = leaf(values, layout), []
+            value.register_hook(lambda gradient, seen=seen: seen.append(gradient))
+            for _ in range(2):
+                (
+                    Penalty.apply(value, lambda gradient: gradient) + value.to_local().sum()
+                ).backward()
+            whole = value.grad.full_tensor()
+            ranks = 2 if layout is summand else 1  # that computed the sum
+            assert torch.equal(whole, 2 * (2 * values + ranks)), layout
+            assert len(seen) == 4
+        value = leaf(values, layout=cut)
+        for giving, given, match in (
+            (DTensor.full_tensor, value, "returned a plain tensor of shape .4, 6."),
+            (lambda g: g.redistribute(placements=[Replicate()]), value, "a gradient placed"),
+            (lambda g: g, value * 1, "other operators have computed"),
+        ):
+            with pytest.raises(OperatorError, match=match):
+                Penalty.apply(given, giving).backward()
+            assert value.grad is None
 
     run_ranks(body, 2)
 

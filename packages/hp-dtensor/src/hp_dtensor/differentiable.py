@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
-from hp_dtensor.dispatch import move
-from hp_dtensor.function_gradient import watch
+from hp_dtensor.dispatch import move, of_function
+from hp_dtensor.function_gradient import expect_function, watch
+from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe
 from hp_dtensor.transition import Transition
@@ -27,6 +28,14 @@ class Differentiable(Wrapper):
     """A wrapper whose gradients are laid out by the layout's gradient placements."""
 
     _gradient: Self | None = None
+
+    def _checked_local(self) -> Tensor:
+        local = self._local
+        if not local.requires_grad and any_requires_grad(self):
+            return of_function("to_local", self)
+        if local.requires_grad and not torch.is_grad_enabled():
+            expect_function(self)
+        return local
 
     def _to(self, layout: Layout) -> Self:
         if layout == self._layout:

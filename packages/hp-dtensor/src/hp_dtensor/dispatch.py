@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Replicate
 from hp_dtensor import extreme
 from hp_dtensor.cut_size import CutSize
 from hp_dtensor.function_bridge import bridged
+from hp_dtensor.function_gradient import expect_function
 from hp_dtensor.implicit import allowed, any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.operands import is_known_whole, operands_of
@@ -298,10 +299,21 @@ def _run(
             remedy="this is a fault of the operator's rule, please report it; use to_local() and "
             "DTensor.from_local() around the operator until then",
         )
+    if plan.rule.views and not torch.is_grad_enabled():
+        result = _outside_graph(result)
     wrapped = _wrap(recipe.outputs, result, found, given)
     if recipe.copies or (plan.rule.views and getattr(found[0], _COPY, None)):
         _mark_copies(wrapped, plan.call.operator)
     return wrapped
+
+
+def _outside_graph(result: Any) -> Any:
+    """Torch's views require gradients even where none are recorded. A function whose result is one
+    would not be told from the tensor's own graph."""
+    if isinstance(result, Tensor):
+        return result.detach() if result.requires_grad else result
+    made = [_outside_graph(item) for item in result]
+    return type(result)(made)
 
 
 _COPY = "_hp_copy"
@@ -332,14 +344,18 @@ def _refuse_copies(plan: Plan, found: Sequence[Tensor]) -> None:
 def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
     """Local tensors of the operands, after the transitions the rule asks for."""
     given: list[Tensor] = []
+    recording = torch.is_grad_enabled()
     for tensor in found:
         try:
             local = tensor._local
         except AttributeError:
             given.append(tensor)
             continue
-        if not local.requires_grad and any_requires_grad(tensor):
-            local = _of_function(plan.call.operator, tensor)
+        if not local.requires_grad:
+            if any_requires_grad(tensor):
+                local = of_function(plan.call.operator, tensor)
+        elif not recording:
+            expect_function(tensor)
         given.append(local)
     if plan.steps is not None:
         for index, step in enumerate(plan.steps):
@@ -348,9 +364,13 @@ def local_operands(plan: Plan, found: Sequence[Any]) -> list[Tensor]:
     return given
 
 
-def _of_function(operator: str, tensor: Any) -> Tensor:
-    """The local tensor of what an autograd.Function gave; in validate mode it may be followed."""
-    local = bridged(tensor) if current_values() is not None else None
+def of_function(operator: str, tensor: Any) -> Tensor:
+    """The local tensor of what an autograd.Function gave, with the function in its graph.
+
+    Raises:
+        OperatorError: the function cannot be put there.
+    """
+    local = bridged(tensor)
     if local is None:
         raise OperatorError(
             f"{operator}: an operand came out of torch.autograd.Function.apply, "

@@ -307,7 +307,7 @@ def _copy_attributes(source: DTensor, target: DTensor, memo: dict[int, Any]) -> 
 def _rebuild(
     local: Tensor, layout: Layout, requires_grad: bool, attributes: dict[str, Any]
 ) -> DTensor:
-    made = DTensor._of(local.requires_grad_(requires_grad), layout)
+    made = DTensor._of(local, layout).requires_grad_(requires_grad)
     for name, value in attributes.items():
         setattr(made, name, value)
     return made

@@ -1,10 +1,11 @@
-"""The gradient of a `torch.autograd.Function` that was applied to DTensors (validate mode).
+"""The gradient of a `torch.autograd.Function` that was applied to DTensors and gives one.
 
 `Function.apply` cannot be intercepted: it runs the forward on the wrappers, without gradients, and
 hangs its node on the result's wrapper, beside the graph of local tensors. Where both its forward
 and its backward are written in torch functions, they have run and will run under the layout rules
 like any other code, so the node is put into the local graph: its backward is called with the
 gradient as a DTensor, and what it returns must be laid out as the gradients of what it was given.
+In validate mode its backward may not communicate by itself, which it would not in production.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from hp_dtensor.implicit import implicit
+from hp_dtensor.recomputation import Followed
 from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.whole_values import current_values
 from hp_dtensor.wrapper import Wrapper
 
 __all__ = ["bridged"]
@@ -50,6 +52,9 @@ class _Bridge(torch.autograd.Function):
         (result,) = results  # in a list, or autograd would enter the wrapper's graph
         ctx.node, ctx.given = node, [each._layout.of_gradient for each in given]
         ctx.kind, ctx.layout = type(result), result._layout.of_gradient
+        values = current_values()
+        # As the forward ran: in validate mode nothing may communicate by itself.
+        ctx.backward = node.apply if values is None else Followed(node.apply, values.following)
         local: Tensor = result._local
         return local.view_as(local)
 
@@ -57,8 +62,7 @@ class _Bridge(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         name = type(ctx.node).__name__.removesuffix("Backward")
-        with implicit(reductions=False, adjoints=False):
-            returned = ctx.node.apply(ctx.kind._of(gradient, ctx.layout))
+        returned = ctx.backward(ctx.kind._of(gradient, ctx.layout))
         returned = returned if isinstance(returned, tuple) else (returned,)
         # One for each argument; those that are no tensors, or need none, have no gradient.
         needed = [g for g, wanted in zip(returned, ctx.node.needs_input_grad) if wanted]

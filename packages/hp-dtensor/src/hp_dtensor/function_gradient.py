@@ -19,7 +19,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe
 from hp_dtensor.rules.engine import OperatorError
 
-__all__ = ["watch"]
+__all__ = ["expect_function", "watch"]
 
 _hooks: Any = torch._C.TensorBase._backward_hooks
 
@@ -30,6 +30,13 @@ def watch(wrapper: Any) -> None:
         # Past the wrapper's own `register_hook`, which is about the local tensor.
         if _hooks.__get__(wrapper) is None:
             _hooks.__set__(wrapper, {0: partial(_receive, wrapper._local, wrapper._layout)})
+
+
+def expect_function(wrapper: Any) -> None:
+    """A wrapper that requires a gradient is read where none is recorded: it may be in the forward
+    of a function. That of a leaf is watched from the beginning."""
+    if not wrapper._local.is_leaf:
+        watch(wrapper)
 
 
 def _receive(local: Tensor, layout: Layout, gradient: Tensor) -> Tensor:
@@ -56,7 +63,7 @@ def _local_gradient(layout: Layout, gradient: Any) -> Tensor:
             "p.device_mesh, p.placements, shape=p.shape)"
         )
     if found.mesh == expected.mesh and found.placements == expected.placements:
-        return gradient._local  # type: ignore[no-any-return]
+        return gradient._local
     settled = tuple(Replicate() if isinstance(p, Partial) else p for p in expected.placements)
     if found.mesh == expected.mesh and found.placements == settled:
         # The whole of a sum: a summand on the first rank, and zero on the others.
@@ -74,7 +81,7 @@ class _Kept(torch.Tensor):
 
     @classmethod
     def like(cls, tensor: Tensor) -> _Kept:
-        made: _Kept = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: _Kept = torch.Tensor._make_wrapper_subclass(
             cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
         )
         return made

@@ -20,7 +20,6 @@ from hp_dtensor.cut_size import sizes_of
 from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh
-from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.torch_kind import class_of, torch_placements
 from hp_dtensor.whole_values import current_values
 
@@ -50,15 +49,6 @@ class Wrapper(torch.Tensor):
         made._local = local
         made._layout = layout
         return made
-
-    def _checked_local(self) -> Tensor:
-        if not self._local.requires_grad and any_requires_grad(self):
-            raise OperatorError(
-                "this DTensor came out of torch.autograd.Function.apply, which computed on a "
-                "DTensor without its gradient; call to_local() before the function and "
-                "DTensor.from_local() after it"
-            )
-        return self._local
 
     def _follow_local(self) -> None:
         """After an operator in place: the wrapper's flag follows the local tensor's."""
