@@ -1,6 +1,5 @@
 """The sharded model computes what the dense one does, whatever it is made of."""
 
-import copy
 import itertools
 
 import pytest
@@ -339,28 +338,35 @@ def test_unshard_gathers_and_reshard_releases_what_it_says():
     run_ranks(body, 2)
 
 
+class Penalty(torch.autograd.Function):
+    """The sum of squares of a whole parameter or of a shard, whose gradient is a shard's."""
+
+    @staticmethod
+    def forward(ctx, parameter):
+        ctx.save_for_backward(parameter)
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return part.square().sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (parameter,) = ctx.saved_tensors
+        return 2 * gradient.item() * parameter.detach()
+
+
 @pytest.mark.ranks
-def test_a_sharded_module_is_still_what_it_was():
+def test_a_function_that_makes_a_plain_tensor_of_a_shard_adds_its_gradient():
     def body(rank):
-        model = fully_shard(Net(), mesh=meshes(2)[0])
-        assert isinstance(model, hp_fsdp.FSDPModule)
-        assert isinstance(model, Net)
-        assert type(model).__name__ == "FSDPNet"
-        assert fully_shard([nn.Linear(2, 2)], mesh=meshes(2)[0])[0].in_features == 2
-
-        class Chain(nn.ModuleList):
-            def forward(self, x):
-                for module in self:
-                    x = module(x)
-                return x
-
-        chain = fully_shard(Chain([nn.Linear(2, 2)]), mesh=meshes(2)[0])
-        chain(torch.ones(1, 2)).sum().backward()
-        assert torch.equal(full_gradients(chain)["0.bias"], torch.ones(2))
-        other = fully_shard(Net(), mesh=meshes(2)[0])
-        assert type(other) is type(model)
-        with pytest.raises(hp_fsdp.UsageError, match="state_dict"):
-            copy.deepcopy(model)
+        for comm_policy in ("per_parameter", "shared_buffer"):
+            model, dense = (seeded(lambda: nn.Linear(8, 5))() for _ in range(2))
+            fully_shard(model, mesh=meshes(2)[0], comm_policy=comm_policy)
+            penalties = [Penalty.apply(parameter) for parameter in model.parameters()]
+            square_loss(model, data(rank)).backward()
+            sum(penalties).backward()  # a reduced gradient is there already
+            for other in range(2):
+                (square_loss(dense, data(other)) / 2).backward()
+            sum(Penalty.apply(parameter) for parameter in dense.parameters()).backward()
+            expected = {name: p.grad for name, p in dense.named_parameters()}
+            assert_same(full_gradients(model), expected)
 
     run_ranks(body, 2)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import hp_fsdp
@@ -67,8 +68,22 @@ def test_the_sharded_class_state_slices_and_copies():
         assert type(piece) is nn.Sequential
         assert piece[0] is model[0]
         piece(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(AssertionError, match="FSDP does not support deepcopy"):
-            copy.deepcopy(model)
+        for make_copy in (copy.deepcopy, AveragedModel):
+            with pytest.raises(AssertionError, match=r"FSDP does not support deepcopy.*state_dict"):
+                make_copy(model)
+        again = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+        assert type(again) is type(model)
+        assert fully_shard([nn.Linear(2, 2)], mesh=mesh)[0].in_features == 2
+
+        class Chain(nn.ModuleList):
+            def forward(self, x):
+                for module in self:
+                    x = module(x)
+                return x
+
+        chain = fully_shard(Chain([nn.Linear(2, 2)]), mesh=mesh)
+        chain(torch.ones(1, 2)).sum().backward()
+        assert torch.equal(full_gradients(chain)["0.bias"], torch.ones(2))
         with pytest.raises(ValueError, match="containers that do not implement forward"):
             fully_shard(nn.ModuleList([nn.Linear(2, 2)]), mesh=mesh)
         hp_fsdp.share_comm_ctx([model[0], model[2]])

@@ -5,6 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel
 
 from hp_dtensor import DTensor
 from hp_fsdp import ShardingError, full_state_dict, fully_shard, load_full_state_dict
@@ -166,5 +167,19 @@ def test_an_average_of_weights_kept_on_shards_is_that_of_the_full_weights():
             other.load_state_dict(averaged)
             for name, value in full_state_dict(other).items():
                 assert torch.equal(value, expected[name]), name
+            # PyTorch's average copies the module, which has to be before it is sharded.
+            theirs, dense = AveragedModel(made()), made()
+            ours, model = AveragedModel(made()), sharded(mesh)
+            fully_shard(ours.module, mesh=mesh)
+            for factor in (1, 1.5, 1.5):
+                for trained, average in ((model, ours), (dense, theirs)):
+                    with torch.no_grad():
+                        for parameter in trained.parameters():
+                            parameter.mul_(factor)
+                    average.update_parameters(trained)
+            whole = full_state_dict(ours.module)
+            assert whole.keys() == theirs.module.state_dict().keys()
+            for name, value in theirs.module.state_dict().items():
+                torch.testing.assert_close(whole[name], value)
 
     run_ranks(body, 4)

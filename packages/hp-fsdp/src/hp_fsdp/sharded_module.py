@@ -56,7 +56,8 @@ class FSDPModule:
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise CopyError(
             f"FSDP does not support deepcopy: {type(self).__name__} is sharded; copy it before "
-            "fully_shard, or copy its state_dict(), as an average of weights may be kept"
+            "fully_shard and shard both, as for torch.optim.swa_utils.AveragedModel, or copy its "
+            "state_dict(), as an average of weights may be kept"
         )
 
     # -- gathering ---------------------------------------------------------------------------
