@@ -14,15 +14,12 @@ from dtensor_block import (
     HIDDEN,
     SEQUENCE,
     Attention,
-    Layer,
-    Norm,
     Tiny,
     batch,
     loss_of,
     tiny_plan,
 )
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.equivalence import check_gradients
@@ -210,45 +207,5 @@ def test_a_buffer_that_a_forward_left_unknown_stays_so_until_it_is_loaded() -> N
             model(**batch())
         model.scale.copy_(torch.ones(HIDDEN))
         model(**batch())
-
-    run_lockstep(body, {"tp": 2})
-
-
-class Recomputed(Layer):
-    """Run again in backward, as transformers does it."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(super().__call__, *args, use_reentrant=False, **kwargs)
-
-
-class Weighs(Norm):
-    """Makes a plain tensor and, where told, is right in forward and wrong when it is run again."""
-
-    calls, wrong = 0, False
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.wrong and self.calls == 2:
-            x = x - x.mean(1, keepdim=True)
-        return super().forward(x) * torch.arange(1.0, HIDDEN + 1)
-
-
-def recomputed(wrong: bool = False) -> Tiny:
-    model = Tiny()
-    layer: Any = model.layers[0]
-    layer.__class__, layer.first.__class__, layer.first.wrong = Recomputed, Weighs, wrong
-    return model
-
-
-def test_what_is_run_again_in_backward_is_followed_and_checked() -> None:
-    def body(mesh: Any) -> None:
-        plan = tiny_plan({"tp": 2})
-        check_gradients(recomputed, plan, mesh, batch(), loss_of).raise_if_failed()
-        model: Any = parallelize(recomputed(wrong=True), plan, mesh, mode="validate")
-        loss = loss_of(model, batch())
-        assert model.layers[0].first.calls == 1
-        with pytest.raises(OperatorError, match="would have to be reduced") as error:
-            loss.backward()
-        assert "in module layers.0.first" in error.value.__notes__
 
     run_lockstep(body, {"tp": 2})

@@ -105,10 +105,10 @@ class _Check:
         return f", made by {name}, which declares {describe_contract(contract, mesh)} outside"
 
     def _move(self, crossing: Crossing, tensor: DTensor) -> DTensor:
-        transition = crossing.from_global_shape(tensor.layout.shape)
+        transition, local = crossing.from_global_shape(tensor.layout.shape), tensor.to_local()
         with unfollowed():
-            local = transition.apply(tensor.to_local(), origin=self.origin)
-        return DTensor.of_layout(local, transition.target)
+            moved = transition.apply(local, origin=self.origin)
+        return DTensor.of_layout(moved, transition.target)
 
     def _lost(self, crossing: Crossing, tensor: Tensor, remedy: str) -> ContractError:
         return ContractError(

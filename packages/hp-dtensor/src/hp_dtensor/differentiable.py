@@ -40,13 +40,14 @@ class Differentiable(Wrapper):
     def _to(self, layout: Layout) -> Self:
         if layout == self._layout:
             return self
-        transition = Transition.compile(self._layout, layout)
+        transition, local = Transition.compile(self._layout, layout), self._checked_local()
         with unfollowed():
-            return self._of(move(transition, self._checked_local(), _ORIGIN), layout)
+            return self._of(move(transition, local, _ORIGIN), layout)
 
     @property
     def requires_grad(self) -> bool:
-        return self._local.requires_grad
+        # What an autograd.Function gave has its gradient on the wrapper until it is used.
+        return self._local.requires_grad or any_requires_grad(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.foreach import foreach, fused_update, is_foreach, is_fused_update, unscale
+from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import layout_of
-from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.rules.engine import OperatorError, operator_error, show
 from hp_dtensor.rules.recipe import words
 from hp_dtensor.scalars import are_mixed_scalars, stack_scalars
 from hp_dtensor.torch_kind import as_torch_dtensor, is_torch_dtensor
@@ -138,6 +139,48 @@ def _grad(
     )
 
 
+def _backward(
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """`torch.autograd.backward` on the local tensors, as reentrant checkpointing calls it."""
+    from hp_dtensor.dtensor import DTensor
+
+    outputs = _sequence(tensors)
+    seeds = [None] * len(outputs) if grad_tensors is None else _sequence(grad_tensors)
+    pairs = [
+        _start(each, seed) if isinstance(each, DTensor) else (each, seed)
+        for each, seed in zip(outputs, seeds, strict=True)
+    ]
+    torch.autograd.backward(
+        [start for start, _ in pairs],
+        [seed for _, seed in pairs],
+        retain_graph,
+        create_graph,
+        inputs=None if inputs is None else [getattr(i, "_local", i) for i in _sequence(inputs)],
+    )
+
+
+def _start(output: Any, gradient: Any) -> tuple[Tensor, Tensor | None]:
+    """Where the local pass begins, and with what: a gradient laid out as declared is taken as it
+    is, each rank's summand included."""
+    laid_out = getattr(gradient, "_layout", None)
+    if laid_out is not None and laid_out.placements == output._layout.grad_placements:
+        return output._checked_local(), gradient._local
+    if laid_out is not None and not allowed().reductions:
+        raise operator_error(
+            "backward",
+            f"the gradient is laid out {show(laid_out)}, expected {show(output.grad_layout)}",
+            [output._layout],
+            remedy="what is run again in backward must give results laid out as in forward",
+        )
+    plain = output._with_plain_gradient()
+    return plain._checked_local(), plain._seed(gradient)
+
+
 def _copy(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     """`copy_` between a DTensor and one of PyTorch's, as loaders for FSDP2 write it."""
     from hp_dtensor.dtensor import DTensor
@@ -187,6 +230,7 @@ def _handlers() -> Mapping[Any, Handler]:
     table[torch.Tensor.is_nonzero] = DTensor.__bool__
     table[torch._has_compatible_shallow_copy_type] = _compatible
     table[torch.autograd.grad] = _grad
+    table[torch.autograd.backward] = _backward
     table[torch.stack] = _stack
     table[torch.Tensor.copy_] = _copy
     table[torch._amp_foreach_non_finite_check_and_unscale_] = unscale

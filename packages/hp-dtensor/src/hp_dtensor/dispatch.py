@@ -18,7 +18,7 @@ from torch.distributed.tensor import Partial, Replicate
 
 from hp_dtensor import extreme
 from hp_dtensor.cut_size import CutSize
-from hp_dtensor.function_bridge import bridged
+from hp_dtensor.function_bridge import bridged, way_round
 from hp_dtensor.function_gradient import expect_function
 from hp_dtensor.implicit import allowed, any_requires_grad
 from hp_dtensor.layout import Layout
@@ -374,9 +374,7 @@ def of_function(operator: str, tensor: Any) -> Tensor:
     if local is None:
         raise OperatorError(
             f"{operator}: an operand came out of torch.autograd.Function.apply, "
-            "which computed on a DTensor without its gradient. Remedy: call to_local() before "
-            "the function and DTensor.from_local() after it, or declare the module an opaque "
-            "region."
+            f"which computed on a DTensor without its gradient. Remedy: {way_round(tensor)}."
         )
     tensor._local = local
     return local

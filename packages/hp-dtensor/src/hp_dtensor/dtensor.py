@@ -268,6 +268,12 @@ class DTensor(Differentiable):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.aten.detach.default and torch._C._current_graph_task_id() >= 0:
+            raise OperatorError(
+                "torch.utils.checkpoint: a function that is run again in backward was given a "
+                "DTensor that an outer such function had computed. Remedy: checkpoint one of the "
+                "two, or pass use_reentrant=True to both."
+            )
         raise OperatorError(
             f"{func}: a DTensor reached a kernel without passing __torch_function__ (inside "
             "torch.autograd.Function, a C++ extension, or with torch functions disabled). "

@@ -21,7 +21,7 @@ from hp_dtensor.rules.engine import OperatorError
 from hp_dtensor.whole_values import current_values
 from hp_dtensor.wrapper import Wrapper
 
-__all__ = ["bridged"]
+__all__ = ["bridged", "way_round"]
 
 _of_wrapper: Any = torch._C.TensorBase
 
@@ -31,10 +31,7 @@ def bridged(result: Wrapper) -> Tensor | None:
 
     None where that cannot be done: the function has several results, or was not given DTensors.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        # Past the properties of the wrapper, which answer for the local tensor.
-        node: Any = _of_wrapper.grad_fn.__get__(result)
-        number = _of_wrapper.output_nr.__get__(result)
+    node, number = _node_of(result)
     if number or not hasattr(node, "apply") or len(node._input_metadata) != 1:
         return None
     given: list[Any] = [
@@ -42,8 +39,28 @@ def bridged(result: Wrapper) -> Tensor | None:
     ]
     if not given or not all(isinstance(each, Wrapper) for each in given):
         return None
-    local: Tensor = _Bridge.apply(node, [result], given, *(each._local for each in given))
+    with torch.enable_grad():  # the function was applied where gradients are recorded
+        local: Tensor = _Bridge.apply(node, [result], given, *(each._local for each in given))
     return local
+
+
+def way_round(result: Wrapper) -> str:
+    """The remedy where a function's result cannot be bridged."""
+    if type(_node_of(result)[0]).__name__ == "CheckpointFunctionBackward":
+        return (
+            "pass use_reentrant=False to torch.utils.checkpoint, or checkpoint a function that is "
+            "given DTensors and gives one"
+        )
+    return (
+        "call to_local() before the function and DTensor.from_local() after it, or declare the "
+        "module an opaque region"
+    )
+
+
+def _node_of(result: Wrapper) -> tuple[Any, int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        # Past the properties of the wrapper, which answer for the local tensor.
+        return _of_wrapper.grad_fn.__get__(result), _of_wrapper.output_nr.__get__(result)
 
 
 class _Bridge(torch.autograd.Function):

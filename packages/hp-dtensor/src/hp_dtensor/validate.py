@@ -22,6 +22,7 @@ from hp_dtensor.contracts import (
     ModelAxes,
     global_shape,
     layout_under,
+    map_tensors,
 )
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.end_of_backward import EndOfBackward, SettledGradient, settled_placements
@@ -193,14 +194,22 @@ def _followed(
         if current_values() is values:
             return forward(*args, **kwargs)
         with implicit(reductions=False, adjoints=False, plain=alone), following(values):
-            if start is None:
-                return forward(*args, **kwargs)
-            start.begin(args, kwargs)
+            if start is not None:
+                start.begin(args, kwargs)
             result = forward(*args, **kwargs)
-            start.end()
+            map_tensors(_in_graph, result)
+            if start is not None:
+                start.end()
             return result
 
     return call
+
+
+def _in_graph(tensor: Tensor) -> Tensor:
+    """What an autograd.Function gave has its gradient while the forward's rules hold."""
+    if isinstance(tensor, DTensor):
+        tensor.to_local()
+    return tensor
 
 
 def _install(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from numbers import Number
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor.made_in_parts import made_in_parts
+from hp_dtensor.recomputation import follow_checkpoint
 from hp_dtensor.rules.creation import RANDOM
 from hp_dtensor.rules.recipe import words
 
@@ -75,6 +76,10 @@ class WholeValues:
         """`mesh`: of the module's model axes; `valued`: DTensors have values."""
         self.mesh, self.valued = mesh, valued
         self._known: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def following(self) -> AbstractContextManager[None]:
+        """`following` of this object."""
+        return following(self)
 
     def mark(self, tensor: Tensor) -> None:
         key = id(tensor)
@@ -141,6 +146,8 @@ class _Following(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         values = _current.get()
+        if values is not None:
+            follow_checkpoint(values.following)
         if values is None or not _PLAIN.issuperset(types):
             # Of DTensors and plain tensors together, `dispatch` asks what is known.
             return func(*args, **kwargs)
