@@ -48,11 +48,11 @@ class ScalesByFeatures(Gated):
 
 
 class ScalesByHeads(Attention):
-    """Scales by the number of heads, which is this rank's."""
+    """Averages over the heads, with a number of them that is this rank's."""
 
     def forward(self, x: Tensor, positions: Any, mask: Tensor | None = None) -> Any:
         mixed, rest = super().forward(x, positions, mask)
-        return mixed * self.heads, rest
+        return mixed * (1 / self.heads), rest
 
 
 class ScalesByWeight(Attention):

@@ -95,6 +95,12 @@ operands are cut differently, and for every function without a rule, the call is
 communication with an error that names the operator, what is wrong on which mesh axis, the operands'
 layouts and a remedy.
 
+Of equal elements along a cut dim, `max`, `min`, `argmax`, `argmin`, and `sort` and `argsort` with
+`stable=True` take the lowest global index first, as torch does on the CPU. `topk`, `kthvalue`,
+`median`, `mode` and `sort` without `stable` give the values that torch gives and distinct positions
+where these are, the same on every rank; which of equal ones, torch does not say, and it may be
+another than without a cut.
+
 | | functions |
 |---|---|
 {summary}
