@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from hp_dtensor.layout import Layout
+from hp_dtensor.mesh import AbstractMesh
 from hp_dtensor.placements import Partial, Placement, Replicate
 from hp_dtensor.settlement import Settlement
 
@@ -58,6 +58,20 @@ class SettledGradient:
     name: str
     settled: Callable[[], None] | None = None
 
+    @property
+    def is_unvalued(self) -> bool:
+        """Whether there is nothing to settle yet: no values, or no ranks."""
+        return self.leaf.is_meta or isinstance(self.layout.mesh, AbstractMesh)
+
+
+@frozen(eq=False)
+class _Planned:
+    """The settlement of some leaves, in the module's order."""
+
+    order: list[int]
+    dtypes: list[torch.dtype]
+    settlement: Settlement
+
 
 def _nothing() -> None:
     return None
@@ -89,13 +103,19 @@ class EndOfBackward:
 
     gradients: Sequence[SettledGradient]
     dtype: torch.dtype | None = None
-    _settlements: dict[Any, Settlement] = field(factory=dict, init=False)
+    _planned: list[_Planned] = field(factory=list, init=False)
+    _usual: frozenset[int] = field(default=frozenset(), init=False)
     _handles: list[RemovableHandle] = field(factory=list, init=False)
     _earlier: dict[int, Tensor | None] = field(factory=dict, init=False)
     _running: Callable[[], _Pass | None] = field(default=_nothing, init=False)
 
     def install(self) -> None:
-        """Hooks every leaf, frozen ones too, so that unfreezing one later is not missed."""
+        """Hooks every leaf, frozen ones too, so that unfreezing one later is not missed.
+
+        What the usual pass settles, one that reaches every leaf that is not frozen, is worked out
+        here.
+        """
+        usual = []
         for index, gradient in enumerate(self.gradients):
             leaf, required = gradient.leaf, gradient.leaf.requires_grad
             if not leaf.dtype.is_floating_point and not leaf.dtype.is_complex:
@@ -103,6 +123,11 @@ class EndOfBackward:
             leaf.requires_grad_(True)
             self._handles.append(leaf.register_hook(_Arrival(self, index)))
             leaf.requires_grad_(required)
+            if required:
+                usual.append(index)
+        if usual and not any(self.gradients[index].is_unvalued for index in usual):
+            self._usual = frozenset(usual)
+            self._settlement(usual, [self.gradients[index].leaf for index in usual])
 
     def remove(self) -> None:
         """Takes the hooks away, where others take the leaves over."""
@@ -129,7 +154,8 @@ class EndOfBackward:
         reached: list[int] = []
         fresh: list[Tensor] = []
         # In the order of the module on every rank, whatever order the engine used.
-        for index in sorted(earlier):
+        usual = self._usual and earlier.keys() == self._usual
+        for index in self._planned[0].order if usual else sorted(earlier):
             leaf = self.gradients[index].leaf
             gradient = leaf.grad
             if gradient is None:  # torch.autograd.grad: nothing was accumulated
@@ -148,16 +174,18 @@ class EndOfBackward:
             if each.settled is not None:
                 each.settled()
 
-    def _settlement(self, order: Sequence[int], fresh: Sequence[Tensor]) -> Settlement:
+    def _settlement(self, order: list[int], fresh: Sequence[Tensor]) -> Settlement:
         """The one worked out for these leaves; a model has one or two of them."""
-        key = (*order, *[gradient.dtype for gradient in fresh])
-        found = self._settlements.get(key)
-        if found is None:
-            if len(self._settlements) > 8:  # parameters are frozen or unused in turn
-                self._settlements.clear()
-            layouts = [self.gradients[index].layout for index in order]
-            found = self._settlements[key] = Settlement.of(fresh, layouts, self.dtype)
-        return found
+        dtypes = [gradient.dtype for gradient in fresh]
+        for planned in self._planned:
+            if planned.order == order and planned.dtypes == dtypes:
+                return planned.settlement
+        if len(self._planned) > 8:  # parameters are frozen or unused in turn
+            del self._planned[1:]
+        layouts = [self.gradients[index].layout for index in order]
+        made = Settlement.of(fresh, layouts, self.dtype)
+        self._planned.append(_Planned(order, dtypes, made))
+        return made
 
     def __deepcopy__(self, memo: object) -> EndOfBackward:
         return self

@@ -108,7 +108,6 @@ class _Group:
     indices: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
     where: BufferLayout
-    device: torch.device
     spare: list[tuple[Tensor, list[Tensor]]]
 
     @classmethod
@@ -122,7 +121,7 @@ class _Group:
     ) -> _Group:
         where = BufferLayout.of([gradient.numel() for gradient in gradients], carrier)
         shapes = tuple(tuple(gradient.shape) for gradient in gradients)
-        return cls(axis, reduction, tuple(indices), shapes, where, gradients[0].device, [])
+        return cls(axis, reduction, tuple(indices), shapes, where, [])
 
     def run(self, gradients: list[Tensor], origin: Origin) -> None:
         if len(gradients) == 1:
@@ -131,15 +130,18 @@ class _Group:
                 all_reduce(only, self.axis, op=self.reduction, origin=origin).wait()
                 return
         # Taken out while it is used, so that two passes at a time have a buffer each.
-        buffer, views = self.spare.pop() if self.spare else self._made()
+        device = gradients[0].device
+        buffer, views = self.spare.pop() if self.spare else self._made(device)
+        if buffer.device != device:  # the model has moved since
+            buffer, views = self._made(device)
         torch._foreach_copy_(views, gradients)
         all_reduce(buffer, self.axis, op=self.reduction, origin=origin).wait()
         torch._foreach_copy_(gradients, views)
         if not self.spare:
             self.spare.append((buffer, views))
 
-    def _made(self) -> tuple[Tensor, list[Tensor]]:
-        buffer = self.where.allocate(self.device)
+    def _made(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        buffer = self.where.allocate(device)
         return buffer, self.where.views(buffer, self.shapes)
 
 
