@@ -17,11 +17,12 @@ from attrs import field, frozen
 
 from hp_dtensor.implicit import Implicit, allowed, implicit
 
-__all__ = ["Followed", "follow_checkpoint"]
+__all__ = ["Followed", "follow_checkpoint", "saving_hooks"]
 
 # Private names of PyTorch, which has no public way to learn what will be recomputed:
 # `test_recomputation` fails if their meaning changes.
-_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+saving_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+"""The hooks on what autograd saves here; None, the usual case, where there are none."""
 _PACKING = "_checkpoint_hook.__init__.<locals>.pack_hook"
 
 
@@ -59,7 +60,7 @@ def follow_checkpoint(within: Callable[[], AbstractContextManager[None]]) -> Non
     Args:
         within: makes the context in which plain tensors are followed.
     """
-    hooks = _top_hooks(True)
+    hooks = saving_hooks(True)
     if hooks is None or getattr(hooks[0], "__qualname__", "") != _PACKING:
         return
     packing = hooks[0]

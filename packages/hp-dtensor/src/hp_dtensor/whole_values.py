@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hp_dtensor.made_in_parts import made_in_parts
-from hp_dtensor.recomputation import follow_checkpoint
+from hp_dtensor.recomputation import follow_checkpoint, saving_hooks
 from hp_dtensor.rules.creation import RANDOM
 from hp_dtensor.rules.recipe import words
 
@@ -146,7 +146,7 @@ class _Following(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         values = _current.get()
-        if values is not None:
+        if values is not None and saving_hooks(True) is not None:
             follow_checkpoint(values.following)
         if values is None or not _PLAIN.issuperset(types):
             # Of DTensors and plain tensors together, `dispatch` asks what is known.
