@@ -48,7 +48,15 @@ class ScalesByFeatures(Gated):
 
 
 class ScalesByHeads(Attention):
-    """Averages over the heads, with a number of them that is this rank's."""
+    """Scales by the number of heads, which is this rank's."""
+
+    def forward(self, x: Tensor, positions: Any, mask: Tensor | None = None) -> Any:
+        mixed, rest = super().forward(x, positions, mask)
+        return self.heads * mixed, rest
+
+
+class AveragesHeads(Attention):
+    """The same by way of a float."""
 
     def forward(self, x: Tensor, positions: Any, mask: Tensor | None = None) -> Any:
         mixed, rest = super().forward(x, positions, mask)
@@ -104,7 +112,12 @@ MODULE_FAULTS: dict[str, Fault] = {
         same, f"output of boundary {MLP}", "report", layer(ScalesByFeatures, "mlp")
     ),
     "scales by a number of heads that is this rank's": Fault(
-        same, f"output of boundary {ATTENTION}", "report", layer(ScalesByHeads, "attention")
+        same,
+        f"mul: 4 is a number of what is cut over tp.*own 2.*in module {ATTENTION}",
+        model=layer(ScalesByHeads, "attention"),
+    ),
+    "averages over a number of heads that is this rank's": Fault(
+        same, f"output of boundary {ATTENTION}", "report", layer(AveragesHeads, "attention")
     ),
     "scales by the largest element of a weight's rows": Fault(
         same, f"max: .*in module {ATTENTION}", model=layer(ScalesByWeight, "attention")

@@ -43,6 +43,8 @@ class CutSize(int):
             if set(self.cut) & set(other.cut):
                 return product
             return CutSize(product, self.cut + other.cut, self.ways * other.ways)
+        if isinstance(other, torch.Tensor):
+            return NotImplemented  # the tensor is told which number it is
         return int(self) * other
 
     __rmul__ = __mul__

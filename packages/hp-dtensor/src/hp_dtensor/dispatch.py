@@ -265,13 +265,8 @@ def _run(
             remedy="redistribute the operand explicitly, or declare it in the boundary's contract",
         )
     if plan.stated is not None and current_values() is not None:
-        raise operator_error(
-            plan.call.operator,
-            plan.stated,
-            plan.call.layouts,
-            remedy="take the size from the tensor's shape, give -1, or read it from an attribute "
-            "of the module that the boundary's localize names",
-        )
+        what, remedy = plan.stated
+        raise operator_error(plan.call.operator, what, plan.call.layouts, remedy=remedy)
     given = local_operands(plan, found)
     local_args: Any
     if len(given) == len(args):  # tensors only

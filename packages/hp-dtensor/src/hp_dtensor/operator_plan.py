@@ -42,7 +42,7 @@ class Plan:
     steps: tuple[Step | None, ...] | None
     call: Call
     nested: bool = False
-    stated: str | None = None
+    stated: tuple[str, str] | None = None
 
     @cached_property
     def local_shape(self) -> torch.Size | None:

@@ -5,6 +5,8 @@ In production this rank has some of the heads, and the same numbers fail or, wit
 them, give other numbers another meaning. `x[..., :32]` takes 32 of all features here, and there 32
 of each part. A size that comes from the tensor's own shape, or from an attribute that the plan
 localises, is a `CutSize`; a plain int is a constant of the module.
+
+The other way round, a tensor scaled by a `CutSize` is scaled by a smaller number in production.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any
 
 from hp_dtensor.cut_size import CutSize, sizes_of
 from hp_dtensor.layout import Layout
-from hp_dtensor.rules.recipe import Call, Operand
+from hp_dtensor.rules.recipe import Call, Operand, words
 
 __all__ = ["stated_size"]
 
@@ -23,20 +25,52 @@ _SPLITTING = frozenset(
     {"split", "unsafe_split", "split_with_sizes", "unsafe_split_with_sizes", "tensor_split"}
 )
 _SPLIT_SIZES = ("split_size", "split_size_or_sections", "split_sizes", "indices_or_sections")
+_SCALING = frozenset(
+    words(
+        """
+        mul mul_ multiply multiply_ __mul__ __rmul__ __imul__ div div_ divide divide_ true_divide
+        true_divide_ __truediv__ __itruediv__ __rtruediv__ __rdiv__
+        """
+    )
+)
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
 
-def stated_size(call: Call, result: object) -> str | None:
-    """What is wrong with the sizes that the operator was given, in words; None if nothing is.
+_GIVEN = (
+    "take the size from the tensor's shape, give -1, or read it from an attribute of the module "
+    "that the boundary's localize names"
+)
+_ASKED = (
+    "keep the number for all ranks in an attribute of its own, which localize does not name; "
+    "int() of it where each rank's own number is meant"
+)
+
+
+def stated_size(call: Call, result: object) -> tuple[str, str] | None:
+    """What is wrong with the sizes that the operator was given, and the remedy; None if nothing is.
 
     Of shapes, only what `sizes_of` knows to be cut is looked at, before and after: uneven parts
     have no size that would be a multiple of a part's.
     """
+    what: str | None = None
     if call.operator in _SHAPING and isinstance(result, Layout):
-        return _shape(call, result)
-    if call.operator in _INDEXING or call.operator == "narrow" or call.operator in _SPLITTING:
-        return _place(call)
-    return None
+        what = _shape(call, result)
+    elif call.operator in _INDEXING or call.operator == "narrow" or call.operator in _SPLITTING:
+        what = _place(call)
+    elif call.operator in _SCALING:
+        what = _scale(call)
+        return None if what is None else (what, _ASKED)
+    return None if what is None else (what, _GIVEN)
+
+
+def _scale(call: Call) -> str | None:
+    size = next((each for each in call.arguments.values() if isinstance(each, CutSize)), None)
+    if size is None:
+        return None
+    return (
+        f"{int(size)} is a number of what is cut over {_names(call.layouts[0], size.cut)}: in "
+        f"production each rank scales by its own {size // size.ways}"
+    )
 
 
 def _shape(call: Call, result: Layout) -> str | None:
