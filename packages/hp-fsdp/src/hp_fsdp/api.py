@@ -86,6 +86,8 @@ def fully_shard(
     become one unit, gathered together before `forward` and before backward, and reduced together.
     Registered parameters are `hp_dtensor.DTensor` outside forward and backward and plain full
     tensors inside; build optimizers after this call. Every rank must hold the same values.
+    What PyTorch's `parallelize_module` has cut, on another axis of the same mesh, is PyTorch's
+    DTensor inside.
 
     Args:
         module: one module, or a list whose parameters form one unit.

@@ -49,6 +49,8 @@ class ShardedParameter:
         sharded: the `DTensor` parameter that holds this rank's shard.
         full: the gathered form, or None before the first gather; its values are valid only while
             the unit is gathered.
+        shown: what the modules see of it: itself, or a DTensor of PyTorch's over it.
+        parallel: how PyTorch's tensor parallelism describes the parameter, or None.
     """
 
     def __init__(self, candidate: Candidate, cut: AnyCut, data: DataMesh) -> None:
@@ -57,6 +59,8 @@ class ShardedParameter:
         self.cut = cut
         self._source = candidate.source
         self._parameter: nn.Parameter | None = candidate.parameter
+        self._original: nn.Parameter | None = candidate.original
+        self.parallel = candidate.parallel
         self.layout = sharded_layout(self.name, cut, self._source, data)
         self.partial_layout = partial_gradient_layout(self.layout, self._source)
         # Where this holds, the shard's own gradient is read as what has been summed.
@@ -70,6 +74,7 @@ class ShardedParameter:
         self.of_unit: Sequence[ShardedParameter] = (self,)
         self.sharded: nn.Parameter
         self.full: nn.Parameter | None = None
+        self.shown: Tensor | None = None
         self._gathered_version = -1
         # A dry run: the mesh itself is on the meta device.
         self._without_values = data.shard.device.type == "meta"
@@ -77,12 +82,13 @@ class ShardedParameter:
     def take_original(self, local: Tensor) -> None:
         """Copies this rank's share of the original into `local` and registers that as the shard."""
         original, self._parameter = self._parameter, None
+        replaced, self._original = self._original, None
         assert original is not None
         if not local.is_meta:
             local.copy_(self.cut.take(original.detach()))
         self.sharded = nn.Parameter(self.as_dtensor(local), requires_grad=original.requires_grad)
         # The original too: where it is still registered, a tie would be cut without a word.
-        setattr(original, SHARDED_MARK, True)
+        setattr(replaced, SHARDED_MARK, True)
         self._mark(self.sharded)
         self.register(self.sharded)
 
@@ -109,7 +115,7 @@ class ShardedParameter:
         """
         owner = self.owners[0]
         registered = owner.module._parameters[owner.name]
-        if registered is not self.sharded and registered is not self.full:
+        if registered is not self.sharded and registered is not self.shown:
             self.sharded = self._checked_replacement(registered)
             self.register(self.sharded)
         local = self.local
@@ -161,7 +167,7 @@ class ShardedParameter:
     @property
     def form_ids(self) -> tuple[int, int]:
         """`id` of the shard and of the gathered form: what the modules may have registered."""
-        return id(self.sharded), id(self.full)
+        return id(self.sharded), id(self.shown)
 
     # -- the gathered form -------------------------------------------------------------------
 
@@ -171,7 +177,19 @@ class ShardedParameter:
         if self._source is not None:
             attach_layout(self.full, self._source)
         setattr(self.full, SHARDED_MARK, True)
+        self.shown = self.full
         return self.full
+
+    def show_parallel(self) -> Tensor:
+        """The DTensor that PyTorch's tensor parallelism sees of the gathered form."""
+        full, shown = self.full, self.shown
+        assert full is not None
+        assert shown is not None
+        if shown is full or shown.requires_grad != full.requires_grad:
+            assert self.parallel is not None
+            self.shown = shown = self.parallel.over(full)
+            setattr(shown, SHARDED_MARK, True)
+        return shown
 
     def note_gathered(self) -> None:
         """The values of the shard are being gathered."""
@@ -182,7 +200,7 @@ class ShardedParameter:
         it, the shard lies at `address`, and it trains or does not train as the form does."""
         owner, shard, full = self.owners[0], self.sharded, self.full
         registered = owner.module._parameters[owner.name]
-        if full is None or (registered is not shard and registered is not full):
+        if full is None or (registered is not shard and registered is not self.shown):
             return False
         leaf = self.local
         there = address != 0 and leaf.data_ptr() == address
@@ -241,7 +259,7 @@ class ShardedParameter:
 
     # -- registration ------------------------------------------------------------------------
 
-    def register(self, parameter: nn.Parameter) -> None:
+    def register(self, parameter: Tensor) -> None:
         """Puts `parameter` in every place that the original one had."""
         for owner in self.owners:
-            owner.module._parameters[owner.name] = parameter
+            owner.module._parameters[owner.name] = parameter  # type: ignore[assignment]

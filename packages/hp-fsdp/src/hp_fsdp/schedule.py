@@ -13,16 +13,17 @@ from collections.abc import Sequence
 import torch
 from attrs import frozen
 from torch import nn
-from torch.distributed.tensor import DTensor as TorchDTensor
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hp_dtensor.dtensor import DTensor
 from hp_dtensor.layout import Layout, layout_of
+from hp_dtensor.torch_kind import is_torch_dtensor
 from hp_fsdp.cut import AnyCut, Cut, SharedCut, SharedLayout, Uncut, check_source
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_fsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hp_fsdp.torch_parallel import TorchParallel, local_parameter
 from hp_platform.links import Link
 
 
@@ -44,6 +45,9 @@ class Candidate:
         owners: every place that holds it.
         placement: what `shard_placement_fn` said, or None.
         source: layout the parameter came with, or None.
+        parallel: how PyTorch's tensor parallelism describes it, or None; `parameter` is its local
+            tensor then.
+        original: what the modules hold now.
     """
 
     parameter: nn.Parameter
@@ -51,6 +55,8 @@ class Candidate:
     owners: tuple[Owner, ...]
     placement: Shard | None
     source: Layout | None
+    parallel: TorchParallel | None
+    original: nn.Parameter
 
     @classmethod
     def of(
@@ -67,13 +73,17 @@ class Candidate:
             ShardingError: it cannot; the message names it.
             NotAvailableError: it is a tensor subclass.
         """
-        if isinstance(parameter, DTensor | TorchDTensor):
+        original, parallel = parameter, None
+        if isinstance(parameter, DTensor):
             kind = type(parameter)
             raise ShardingError(
                 f"parameter {name!r} is a {kind.__module__}.{kind.__name__}: fully_shard takes "
                 "plain local parameters. Apply the plan with hp_dtensor.parallelize(..., "
                 "mode='production') first, and fully_shard only once"
             )
+        if is_torch_dtensor(parameter):
+            parallel = TorchParallel.of(parameter, name)  # type: ignore[arg-type]
+            parameter = local_parameter(parameter)
         if is_traceable_wrapper_subclass(parameter) or hasattr(parameter, "fsdp_pre_all_gather"):
             raise NotAvailableError(
                 f"parameter {name!r} is a {type(parameter).__name__}: tensor subclasses, whose "
@@ -81,8 +91,8 @@ class Candidate:
                 "(fsdp_pre_all_gather), are not available. Shard the plain tensor; to gather in "
                 "another type, pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
             )
-        source = layout_of(parameter)
-        candidate = cls(parameter, name, owners, placement, source)
+        source = parallel.layout(name, data) if parallel else layout_of(parameter)
+        candidate = cls(parameter, name, owners, placement, source, parallel, original)
         candidate.dim  # noqa: B018  raises
         if source is not None:
             check_source(name, source, data)
