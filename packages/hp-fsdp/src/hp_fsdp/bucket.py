@@ -233,7 +233,8 @@ class Bucket:
     def register_full(self) -> None:
         for parameter in self.parameters:
             assert parameter.full is not None
-            parameter.register(parameter.full)
+            parallel = parameter.parallel is not None
+            parameter.register(parameter.show_parallel() if parallel else parameter.full)
 
     def register_shards(self) -> None:
         for parameter in self.parameters:
