@@ -192,12 +192,13 @@ def dense_outputs(how, dense, x):
 
 def tolerance(how, expected):
     """In bf16 an error is judged beside the largest gradient of the model. Sums over
-    tensor-parallel ranks are rounded elsewhere than those of one process, and from there on."""
+    tensor-parallel ranks are rounded elsewhere than those of one process, and from there on.
+    Where all are tiny, tanh is saturated, and what is left of them is rounding."""
     if how.precision != "bf16":
         return {}
     largest = max((float(g.abs().max()) for g in expected.values() if g is not None), default=0.0)
     cut = any(axis.startswith("tp") for axis in how.mesh)
-    return {"rtol": 0.0, "atol": (0.08 if cut else 0.03) * largest}
+    return {"rtol": 0.0, "atol": (0.08 if cut else 0.03) * max(largest, 0.01)}
 
 
 def agrees(how, world, rank):

@@ -101,6 +101,13 @@ def test_a_rank_that_takes_part_with_weight_zero_counts_as_zero():
         with ledger() as log, torch.no_grad():
             model.a(torch.ones(2, 4))
         assert {record.origin.name for record in log.records} == {"a"}
+        # Parts of a model that is not sharded as a whole are told by their number.
+        with ledger() as log, torch.no_grad():
+            for part in [fully_shard(nn.Linear(2, 2), mesh=mesh) for _ in range(2)]:
+                part(torch.ones(1, 2))
+        origins = [record.origin for record in log.records]
+        assert {origin.name for origin in origins} == {"root"}
+        assert len({origin.detail for origin in origins}) == 2
         model(torch.ones(2, 4) + rank, rank == 0).square().sum().backward()
         for other in range(2):
             (dense(torch.ones(2, 4) + other, other == 0).square().sum() / 2).backward()

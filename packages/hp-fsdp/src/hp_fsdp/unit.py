@@ -61,6 +61,7 @@ class Unit:
         comm: which parameters travel together, and `link`, what was measured to decide it.
         offload: copies to and from the host, where shards live there and the mesh does not.
         path: qualified module name below the root; shown in errors and in the ledger.
+        number: its place among the units of the shard axis's group.
         is_below: a module that contains this one is sharded too.
         root: shared state of the model; set at the first forward.
         reshard_after_forward: True, False, or None for "True unless backward begins with this".
@@ -107,6 +108,8 @@ class Unit:
         self.link = link
         self.offload = offload
         self.path = type(modules[0]).__name__
+        trail = data.shard.trail
+        self.number = trail.next_number() if trail is not None else 0
         self.is_below = False
         self.root: Root | None = None
         self.reshard_after_forward = reshard_after_forward
@@ -160,7 +163,9 @@ class Unit:
         if known is None:
             names = [repr(parameter.name) for parameter in self.parameters]
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            detail = f"parameters {', '.join(names[:_NAMED])}{more}"
+            # Several models, or parts of one that is not sharded as a whole, have the same name.
+            kind = f"unit {self.number}, " if self.path == "root" else ""
+            detail = f"{kind}parameters {', '.join(names[:_NAMED])}{more}"
             known = Origin(PACKAGE, self.path, phase, detail, UNUSED_ADVICE)
             self._origins[key] = known
         return known

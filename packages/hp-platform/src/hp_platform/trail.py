@@ -55,6 +55,7 @@ class Trail:
         self.published = -1
         self.lock = threading.Lock()
         self.count = 0
+        self._numbers = 0
         # Rings, which are written to at every collective: nothing is allocated.
         self._operations = [""] * _KEPT
         self._origins = [_NOBODY] * _KEPT
@@ -69,6 +70,11 @@ class Trail:
             except (KeyError, RuntimeError, ValueError):
                 return None
         return group
+
+    def next_number(self) -> int:
+        """1, 2, ...: for what all ranks of the group make in one order."""
+        self._numbers += 1
+        return self._numbers
 
     def add(self, operation: str, origin: Origin) -> None:
         """A collective is about to be issued that all ranks of the group must make.
