@@ -108,6 +108,16 @@ def test_a_rank_that_takes_part_with_weight_zero_counts_as_zero():
         origins = [record.origin for record in log.records]
         assert {origin.name for origin in origins} == {"root"}
         assert len({origin.detail for origin in origins}) == 2
+        # A part may have run before the module that contains it is sharded.
+        whole, alike = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+        alike.load_state_dict(whole.state_dict())
+        x = torch.ones(2, 4)
+        for trained in (whole, alike):
+            part = trained[0] if trained is alike else fully_shard(trained[0], mesh=mesh)
+            part(x).square().sum().backward()
+        for trained in (fully_shard(whole, mesh=mesh), alike):
+            trained(x).square().sum().backward()
+        assert_same(full_gradients(whole), {n: p.grad for n, p in alike.named_parameters()})
         model(torch.ones(2, 4) + rank, rank == 0).square().sum().backward()
         for other in range(2):
             (dense(torch.ones(2, 4) + other, other == 0).square().sum() / 2).backward()
