@@ -14,6 +14,7 @@ from hp_fsdp import MixedPrecisionPolicy, fully_shard
 from hp_fsdp.backward import SETTLEMENT_BEGINS, SETTLEMENT_ENDS
 from hp_fsdp.root import BACKWARD_BEGINS, current_backward_pass
 from hp_fsdp.testing import whole
+from hp_fsdp.unit import Unit
 from hp_platform import Tier, Topology, ledger
 from hp_platform.buffers import pad_to_alignment
 from hp_platform.testing import run_ranks
@@ -164,22 +165,29 @@ def test_backward_never_waits_for_the_slow_tier_before_the_settlement():
 @pytest.mark.ranks
 def test_the_four_steps_come_in_order():
     def body(rank):
-        model = sharded("plain", hsdp())
-        step(model, rank)
-        with ledger() as log:
-            step(model, rank)
-        by_unit = {}
-        for record in log.records:
-            key = (record.origin.name, record.operation)
-            if record.origin.phase == "backward":
-                by_unit.setdefault(key, []).append(record)
-        order = ["blocks.2", "blocks.1", "blocks.0", "root"]
-        for previous, unit in pairwise(order):
-            waited = max(r.wait_order for r in by_unit[previous, "reduce_scatter"])
-            scattered = [r.issue_order for r in by_unit[unit, "reduce_scatter"]]
-            (reduced,) = by_unit[previous, "all_reduce"]
-            assert waited < min(scattered)
-            assert max(scattered) < reduced.issue_order
+        # On accelerators, where a wait holds the computation, and on the CPU, where it does not.
+        for on_host in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Unit, "waits_on_host", on_host)
+                model = sharded("plain", hsdp())
+                step(model, rank)
+                with ledger() as log:
+                    step(model, rank)
+            by_unit = {}
+            for record in log.records:
+                key = (record.origin.name, record.operation)
+                if record.origin.phase == "backward":
+                    by_unit.setdefault(key, []).append(record)
+            order = ["blocks.2", "blocks.1", "blocks.0", "root"]
+            for previous, unit in pairwise(order):
+                waited = max(r.wait_order for r in by_unit[previous, "reduce_scatter"])
+                scattered = [r.issue_order for r in by_unit[unit, "reduce_scatter"]]
+                (reduced,) = by_unit[previous, "all_reduce"]
+                assert waited < min(scattered)
+                if on_host:
+                    assert waited < reduced.issue_order < min(scattered)
+                else:
+                    assert max(scattered) < reduced.issue_order
 
     run_ranks(body, 4)
 

@@ -2,7 +2,9 @@
 
 A unit's reduce-scatter is due one unit later, its all-reduce over the replicas only at the end of
 backward. So the fast tier goes first and is waited for one unit later; the slow tier is issued
-behind it and waited for in the settlement only.
+behind it and waited for in the settlement only. Where a wait holds nothing but the calling thread,
+as on the CPU, the first gradient of the next unit is late enough: the slow tier, which the end of
+backward waits for, starts as much earlier. Elsewhere a wait holds the computation that follows it.
 
 Gradients are summed on both tiers and divided once, by `Unit.divisor`, after the last sum and
 before anything else reads them.
@@ -46,10 +48,15 @@ class FusedGradients:
     leaving: HostCopy | None = None
     """The copy to the host, where shards live there."""
 
-    def wait_fast(self, pages: PagePool) -> None:
-        """Waits for the shard axis; the full gradients' memory is free then."""
+    def wait_fast(self) -> None:
+        """Waits for the shard axis."""
         for scatter in self.scatters:
-            scatter.wait(pages)
+            scatter.wait()
+
+    def free(self, pages: PagePool) -> None:
+        """After `wait_fast`, as soon as no rank reads the full gradients: frees their memory."""
+        for scatter in self.scatters:
+            scatter.close(pages)
         self.scatters.clear()
 
     def gradients(self) -> Iterator[tuple[ShardedParameter, Tensor]]:
@@ -79,6 +86,8 @@ class Reduction:
     """Whether the unit has replicas to agree with."""
     completes: bool
     """Whether this micro-step goes over the slow tier, or is kept on the shards."""
+    is_ahead: bool = False
+    """The next unit's first gradient has come, and the slow tier is on its way."""
 
     @classmethod
     def issue(cls, unit: Unit) -> Reduction:
@@ -110,7 +119,12 @@ class Reduction:
         """As `FusedGradients.wait_fast`, for all element types."""
         with torch.no_grad():
             for fused in self.fused:
-                fused.wait_fast(self.unit.pages)
+                fused.wait_fast()
+
+    def free(self) -> None:
+        """As `FusedGradients.free`."""
+        for fused in self.fused:
+            fused.free(self.unit.pages)
 
     def issue_slow(self) -> None:
         """Issues one all-reduce per buffer, earlier micro-steps included."""
@@ -167,11 +181,26 @@ class BackwardPipeline:
         """Algorithm 1: what happens when a unit's backward is done."""
         previous, self._reducing = self._reducing, None
         if previous is not None:
-            previous.wait_fast()
-            self._settle_without_replicas(previous)
+            if not previous.is_ahead:
+                previous.wait_fast()
+                self._settle_without_replicas(previous)
+            previous.free()
         self._reducing = Reduction.issue(unit)
-        if previous is not None:
+        if previous is not None and not previous.is_ahead:
             self._issue_all_reduce(previous)
+
+    def go_ahead(self) -> None:
+        """A gradient of the next unit has come: what is due at its end is done now.
+
+        Only where waiting holds no more than this thread.
+        """
+        previous = self._reducing
+        if previous is None or previous.is_ahead or not previous.unit.waits_on_host:
+            return
+        previous.is_ahead = True
+        previous.wait_fast()
+        self._settle_without_replicas(previous)
+        self._issue_all_reduce(previous)
 
     def settle(self) -> None:
         """Waits for everything and writes all final gradients; the only wait on the slow tier."""
@@ -196,14 +225,18 @@ class BackwardPipeline:
         self._reducing, self._pending, self._summands, self._leaving = None, [], [], []
         for reduction in leftovers:
             reduction.wait_fast()
+            reduction.free()
             reduction.finish()
 
     def _flush(self) -> None:
         previous, self._reducing = self._reducing, None
-        if previous is not None:
+        if previous is None:
+            return
+        if not previous.is_ahead:
             previous.wait_fast()
             self._settle_without_replicas(previous)
             self._issue_all_reduce(previous)
+        previous.free()
 
     def _settle_without_replicas(self, reduction: Reduction) -> None:
         if not reduction.to_replicas:

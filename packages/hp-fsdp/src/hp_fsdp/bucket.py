@@ -88,6 +88,7 @@ class Bucket:
             self._scratch = memory.scratch.reserve(others, self.reduce_dtype)
         self._on_gradient: Callable[[ShardedParameter], None] | None = None
         self._gathering: Handle[Tensor] | None = None
+        self._lent: Handle[Tensor] | None = None
         self._gather: Callable[[Origin], Handle[Tensor]] | None = None
         self._gathers: Tensor | None = None
         device = torch.device("meta") if first.is_meta else self._home
@@ -192,6 +193,7 @@ class Bucket:
         Returns:
             Whether something about the parameters may have changed since the last one.
         """
+        self.take_back()
         changed = not all(map(ShardedParameter.is_as_gathered, self.parameters, self._addresses))
         if changed:
             self._prepare()
@@ -200,7 +202,9 @@ class Bucket:
         output = self._buffer.hold(pages)
         again = origin.phase in ("backward", "recomputation")
         if again and self._part_kept is not None and self.near is not None:
-            self._gathering = all_gather(self._part_kept, self.near, output=output, origin=origin)
+            self._gathering = all_gather(
+                self._part_kept, self.near, output=output, lends=True, origin=origin
+            )
         elif self._offload is None:
             self.forget_part()
             self._gathering = self._issue_gather(self._travelling_part(), output, origin)
@@ -228,7 +232,18 @@ class Bucket:
         handle, self._gathering = self._gathering, None
         assert handle is not None
         handle.wait()
+        self._lent = handle
         self.register_full()
+
+    def take_back(self) -> None:
+        """Returns when no peer reads this rank's part any more; before that it must not change.
+
+        Peers may wait for this rank to read theirs, whether or not it came to use what it gathers.
+        """
+        lent, self._lent = self._lent or self._gathering, None
+        if lent is not None and lent.lends:
+            lent.wait()
+            lent.wait_for_readers()
 
     def register_full(self) -> None:
         for parameter in self.parameters:
@@ -242,6 +257,7 @@ class Bucket:
 
     def release(self, pages: PagePool) -> None:
         """Registers the shards and leaves the gathered memory to others."""
+        self.take_back()
         self.register_shards()
         self._buffer.release(pages)
 
@@ -287,11 +303,12 @@ class Bucket:
         return part if self._offload is None else self._offload.to_device(part)
 
     def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
-        if part is not self.storage:
-            return all_gather(part, self._data.shard, output=output, origin=origin)
+        lends = lends_in(origin.phase)
+        if part is not self.storage or not lends:
+            return all_gather(part, self._data.shard, output=output, lends=lends, origin=origin)
         # The same call at every step: checked once.
         if self._gather is None or self._gathers is not part:
-            self._gather = repeatable_all_gather(part, self._data.shard, output=output)
+            self._gather = repeatable_all_gather(part, self._data.shard, output=output, lends=True)
             self._gathers = part
         return self._gather(origin)
 
@@ -449,7 +466,7 @@ class Bucket:
             handle = self._scatter_of(gradients, place)(output, origin)
         else:
             handle = reduce_scatter(
-                packed, self._data.shard, output=output, scratch=place, origin=origin
+                packed, self._data.shard, output=output, scratch=place, lends=True, origin=origin
             )
         return Scatter(handle, gradients, scratch, self._recycle)
 
@@ -458,7 +475,10 @@ class Bucket:
         known = self._known_scatters.get(gradients)
         if known is None or known[0] is not scratch:
             shard = self._data.shard
-            known = scratch, repeatable_reduce_scatter(gradients.data, shard, scratch=scratch)
+            known = (
+                scratch,
+                repeatable_reduce_scatter(gradients.data, shard, scratch=scratch, lends=True),
+            )
             self._known_scatters[gradients] = known
         return known[1]
 
@@ -476,6 +496,14 @@ class Bucket:
     def local_gradient(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
         """The parameter's gradient inside this rank's reduced part: a view."""
         return self._shard_view(parameter, part)
+
+
+def lends_in(phase: str) -> bool:
+    """Whether parts are lent to the all-gathers of a phase.
+
+    Those of a pass are waited for in one order on all ranks, and taken back when the pass ends.
+    """
+    return phase != "unshard"
 
 
 _HOOKED = "_hp_fsdp_hooked"

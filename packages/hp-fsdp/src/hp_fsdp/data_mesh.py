@@ -16,6 +16,7 @@ from hp_dtensor.mesh import mesh_axis
 from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_platform import MeshAxis, Origin, agree, all_reduce
 from hp_platform.links import Link, link_of
+from hp_platform.peer_memory import share_memory
 
 
 @frozen
@@ -64,6 +65,7 @@ class DataMesh:
                 "and the last one shards"
             )
         shard = mesh_axis(mesh, mesh.ndim - 1)
+        share_memory(shard)
         replicate = mesh_axis(mesh, 0) if mesh.ndim == 2 else None
         return cls(mesh, tuple(names or ("axis0",)), shard, replicate)
 

@@ -203,6 +203,7 @@ def _gradient_done(unit: Unit, parameter: ShardedParameter) -> None:
         )
     root.begin_backward()
     unit.fired.add(parameter)
+    root.pipeline.go_ahead()
     if unit.reduces_unused:
         return
     # A backward inside this one, as reentrant checkpointing of a part of the unit makes, may be

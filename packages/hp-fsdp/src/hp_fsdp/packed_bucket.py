@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hp_fsdp.bucket import Bucket
+from hp_fsdp.bucket import Bucket, lends_in
 from hp_fsdp.cut import AnyCut, Cut
 from hp_fsdp.param import ShardedParameter
 from hp_platform import Handle, Origin, all_gather
@@ -48,7 +48,8 @@ class PackedBucket(Bucket):
 
     def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
         self._chunks = aligned_empty(self.gathered_numel, part.dtype, part.device)
-        return all_gather(part, self._data.shard, output=self._chunks, origin=origin)
+        lends = lends_in(origin.phase)
+        return all_gather(part, self._data.shard, output=self._chunks, lends=lends, origin=origin)
 
     def keep_part(self) -> None:
         """Nothing: backward gathers from the shards."""

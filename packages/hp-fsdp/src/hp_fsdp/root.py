@@ -247,6 +247,7 @@ class Root:
             releases = other.releases_after_forward and other is not self._kept
             if (releases or no_backward) and not other.in_backward:
                 other.release()
+            other.take_back()
             other.modules_running.clear()
 
     # -- recomputation -----------------------------------------------------------------------
@@ -292,6 +293,7 @@ class Root:
         for unit in self.units:
             if unit.reshard_after_backward:
                 unit.release()
+            unit.take_back()
             unit.show_shards()
             unit.in_backward = False
             unit.calls_within.clear()

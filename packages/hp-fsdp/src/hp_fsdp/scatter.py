@@ -21,9 +21,13 @@ class Scatter:
     scratch: Memory | None
     give_back: Callable[[Memory], None]
 
-    def wait(self, pages: PagePool) -> None:
-        """Waits; the full gradients' memory is free then."""
+    def wait(self) -> None:
+        """Waits until this rank has its share; others may still read what this one lends."""
         self.handle.wait()
+
+    def close(self, pages: PagePool) -> None:
+        """After `wait`: waits until no rank reads the full gradients, whose memory is free then."""
+        self.handle.wait_for_readers()
         if self.gradients is not None:
             self.gradients.release(pages)
             self.give_back(self.gradients)

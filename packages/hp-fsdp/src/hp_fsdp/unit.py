@@ -223,6 +223,16 @@ class Unit:
         return self.root.pages
 
     @property
+    def waits_on_host(self) -> bool:
+        """Whether waiting for a collective holds nothing but the thread that waits."""
+        return self.data.shard.device.type == "cpu"
+
+    def take_back(self) -> None:
+        """Returns when no peer reads the shards any more: they may be written from now on."""
+        for bucket in self.buckets:
+            bucket.take_back()
+
+    @property
     def is_root(self) -> bool:
         return self.root is not None and self.root.unit is self
 

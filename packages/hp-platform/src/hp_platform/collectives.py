@@ -52,6 +52,11 @@ from hp_platform.direct import (
 )
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
+from hp_platform.peer_memory import (
+    peer_memory,
+    prepare_lent_all_gather,
+    prepare_lent_reduce_scatter,
+)
 from hp_platform.staging import brought_back, carried, copied, overwritten, plain, transportable
 from hp_platform.uneven import (
     all_gather_even,
@@ -89,6 +94,7 @@ def all_gather(
     *,
     output: Tensor | None = None,
     sizes: Sequence[int] | None = None,
+    lends: bool = False,
     origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Concatenates the ranks' tensors along dim 0, in coordinate order.
@@ -98,6 +104,10 @@ def all_gather(
         output: contiguous tensor, [all rows, ...], that receives the result; a view into a
             larger buffer will do, and `tensor` may lie at its place in it.
         sizes: rows of every coordinate, zeros allowed; equal when omitted.
+        lends: peers may read `tensor` where it is until `Handle.wait_for_readers()` has returned,
+            which the caller will wait for before `tensor` is written or freed. The same on all
+            ranks, which wait for the calls that lend in one order. Of use where `share_memory`
+            has found that they can.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
@@ -129,6 +139,13 @@ def all_gather(
     tensors, size = (tensor, result), result.nbytes
     if shares is None:
         if able.direct:
+            memory = peer_memory(axis) if lends else None
+            if memory is not None:
+                lent = prepare_lent_all_gather(memory, source.view(-1), target.view(-1))
+                return issue(
+                    name, axis, origin, lambda: (lent(origin),), result, size, tensors,
+                    tensor.dtype,
+                )  # fmt: skip
             begin = prepare_direct_all_gather(
                 source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
             )
@@ -159,6 +176,7 @@ def reduce_scatter(
     sizes: Sequence[int] | None = None,
     op: str = "sum",
     scratch: Tensor | None = None,
+    lends: bool = False,
     origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
     """Reduces the ranks' tensors and gives coordinate r its rows of dim 0.
@@ -171,6 +189,7 @@ def reduce_scatter(
         op: "sum" or "avg".
         scratch: 1-D memory of `tensor`'s type for all its rows but this coordinate's, left alone
             until `wait()` returns. Some backends need it and take new memory if none is given.
+        lends: as for `all_gather`.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
@@ -200,6 +219,13 @@ def reduce_scatter(
     tensors, size = (tensor, result), tensor.nbytes
     if shares is None:
         if able.direct:
+            memory = peer_memory(axis) if lends else None
+            if memory is not None:
+                lent = prepare_lent_reduce_scatter(memory, source.view(-1), scratch)
+                return issue(
+                    name, axis, origin, lambda: (lent(target.view(-1), origin),), result, size,
+                    tensors, tensor.dtype, (), _then_average(op, target, axis.size),
+                )  # fmt: skip
             prepare = prepare_direct_reduce_scatter(
                 source.view(-1), scratch, rank, axis.size, group, sends_first_on(axis)
             )

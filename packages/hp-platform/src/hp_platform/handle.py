@@ -24,6 +24,7 @@ from hp_platform.ledger import (
     enter_wait,
 )
 from hp_platform.lookout import difference_behind
+from hp_platform.peer_memory import Lent
 from hp_platform.traffic import Parts
 
 T = TypeVar("T")
@@ -44,7 +45,8 @@ class Handle(Generic[T]):
     - `wait()` may be called again, from any thread, and returns the same result, or raises the
       same error.
     - The handle keeps every tensor that the call reads or writes alive until `wait()` has
-      returned, so callers may drop theirs.
+      returned, so callers may drop theirs. One that was lent lives, and must not be written, until
+      `wait_for_readers()` has returned.
     - A handle that is dropped without `wait()` warns, naming who asked, and waits: the result
       reaches the caller's `output` if one was given, and no buffer is used again while the
       backend still works on it. One that is left when the interpreter ends is named as well,
@@ -65,6 +67,7 @@ class Handle(Generic[T]):
         "_lock",
         "_operation",
         "_origin",
+        "_readers",
         "_result",
         "_works",
         "done",
@@ -93,6 +96,7 @@ class Handle(Generic[T]):
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._inference = torch.is_inference_mode_enabled()
+        self._readers = [work.wait_for_readers for work in works if isinstance(work, Lent)]
 
     def wait(self) -> T:
         """Returns the result once it is valid; further calls return it again.
@@ -137,6 +141,28 @@ class Handle(Generic[T]):
         self._works = self._keep = ()
         if self._entries:
             enter_completion(self._entries)
+
+    @property
+    def lends(self) -> bool:
+        """Whether peers may still read the call's tensor where it is."""
+        return bool(self._readers)
+
+    def wait_for_readers(self) -> None:
+        """After `wait()`: returns when no peer reads the call's tensor any more.
+
+        Of use to calls that lend it; of others, nothing is read once `wait()` has returned. All
+        ranks must have come as far as `wait()`.
+
+        Raises:
+            PeerError, AgreementError: as `wait()`.
+        """
+        readers, self._readers = self._readers, []
+        try:
+            for wait in readers:
+                wait()
+        except RuntimeError as error:
+            assert self._axis is not None
+            raise peer_error(self._operation, self._axis, self._origin, error) from error
 
     def delivering(self, result: T, deliver: Callable[[], object]) -> Handle[T]:
         """This handle, whose `wait()` now also calls `deliver` and then returns `result`."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_platform.direct import break_off
 from hp_platform.notices import BEGUN, FirstNotice, find, leave
+from hp_platform.peer_memory import memory_of_group
 from hp_platform.store import OwnConnection, default_store
 from hp_platform.trail import Step, Trail, trails
 from hp_platform.watch import FIRST_FAILURE, pause
@@ -256,4 +257,7 @@ def _interrupt(store: Store, trail: Trail) -> None:
         FIRST_FAILURE.leave(store, verdict)
         return
     if group is not None:
+        memory = memory_of_group(group)
+        if memory is not None:
+            memory.broken = verdict
         break_off(group, [peer for peer in range(trail.size) if peer != trail.rank])

@@ -17,6 +17,11 @@ from hp_platform.direct import (
 )
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
+from hp_platform.peer_memory import (
+    peer_memory,
+    prepare_lent_all_gather,
+    prepare_lent_reduce_scatter,
+)
 from hp_platform.staging import plain, transportable
 from hp_platform.uneven import all_gather_even, reduce_scatter_even
 
@@ -24,14 +29,14 @@ __all__ = ["repeatable_all_gather", "repeatable_reduce_scatter"]
 
 
 def repeatable_all_gather(
-    tensor: Tensor, axis: MeshAxis, *, output: Tensor
+    tensor: Tensor, axis: MeshAxis, *, output: Tensor, lends: bool = False
 ) -> Callable[[Origin], Handle[Tensor]]:
     """An all-gather that is made many times between the same tensors, of equal shares.
 
     Arguments are checked now; each call of the result issues it, for the given origin.
 
     Args:
-        tensor, output: as for `all_gather`.
+        tensor, output, lends: as for `all_gather`.
 
     Raises:
         CollectiveError: an argument cannot be used.
@@ -44,9 +49,13 @@ def repeatable_all_gather(
     )
     group = axis.process_group
     if group is None or not result.numel() or able is None:
-        return lambda origin: all_gather(tensor, axis, output=output, origin=origin)
+        return lambda origin: all_gather(tensor, axis, output=output, lends=lends, origin=origin)
     source, target = transportable(tensor, able), transportable(result, able)
     tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
+    memory = peer_memory(axis) if lends and able.direct else None
+    if memory is not None:
+        lent = prepare_lent_all_gather(memory, source.view(-1), target.view(-1))
+        return lambda o: issue(name, axis, o, lambda: (lent(o),), result, size, tensors, dtype)
     if able.direct:
         begin = prepare_direct_all_gather(
             source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
@@ -60,12 +69,13 @@ def repeatable_all_gather(
 
 
 def repeatable_reduce_scatter(
-    tensor: Tensor, axis: MeshAxis, *, scratch: Tensor | None = None
+    tensor: Tensor, axis: MeshAxis, *, scratch: Tensor | None = None, lends: bool = False
 ) -> Callable[[Tensor, Origin], Handle[Tensor]]:
     """A reduce-scatter (sum, equal shares) that is made many times of the same flat tensor.
 
     `tensor` and `scratch` are checked now, as `reduce_scatter` does. Each call of the result
-    issues it into the given output, which lies in memory of its own, for the given origin.
+    issues it into the given output, which lies in memory of its own, for the given origin. `lends`
+    is as for `all_gather`.
 
     Raises:
         CollectiveError: an argument cannot be used.
@@ -80,9 +90,21 @@ def repeatable_reduce_scatter(
     group = axis.process_group
     if group is None or not tensor.numel() or able is None:
         return lambda output, origin: reduce_scatter(
-            tensor, axis, output=output, scratch=scratch, origin=origin
+            tensor, axis, output=output, scratch=scratch, lends=lends, origin=origin
         )
     source, size, dtype = plain(tensor), tensor.nbytes, tensor.dtype
+    memory = peer_memory(axis) if lends and able.direct else None
+    if memory is not None:
+        begin = prepare_lent_reduce_scatter(memory, source, scratch)
+
+        def lent(output: Tensor, origin: Origin) -> Handle[Tensor]:
+            make_output(name, axis, origin, output, length, tensor)
+            return issue(
+                name, axis, origin, lambda: (begin(output, origin),), output, size,
+                (tensor, output), dtype,
+            )  # fmt: skip
+
+        return lent
     prepare = prepare_direct_reduce_scatter(
         source, scratch, axis.rank, axis.size, group, sends_first_on(axis)
     )

@@ -16,7 +16,8 @@ from hp_platform.axis import MeshAxis
 from hp_platform.handle import Handle, issue
 from hp_platform.records import Origin
 
-_WAIT, _ISSUE = Handle.wait.__code__, issue.__code__
+_WAITS = (Handle.wait.__code__, Handle.wait_for_readers.__code__)
+_ISSUE = issue.__code__
 _OUTSIDE = (str(Path(torch.__file__).parent), threading.__file__)
 
 
@@ -31,7 +32,7 @@ def doing_in(frame: FrameType) -> str:
     current: FrameType | None = frame
     while current is not None:
         values = current.f_locals
-        if current.f_code is _WAIT:
+        if current.f_code in _WAITS:
             handle = values["self"]
             return f"waiting in {_call(handle._operation, handle._axis, handle._origin)}"
         if current.f_code is _ISSUE:

@@ -1,0 +1,445 @@
+"""Ranks on one host that read one another's memory: shares travel by one copy, without a socket.
+
+A rank posts where a call's tensor lies; its peers read from there, with Linux's
+`process_vm_readv`, when they wait for the call, and say so when they have. What is posted and what
+has been read are numbers in memory that all of them map. A rank that waits for one call reads what
+has been posted for its others meanwhile: so no rank waits for readers that wait for it.
+
+Debuggers use the same system call, and the system may refuse it to them: what every rank of a group
+finds out is exchanged, and all of them use it or none does. They order what they write only by the
+order of their instructions, which x86-64 keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import platform
+import secrets
+import select
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hp_platform.errors import PeerError
+from hp_platform.records import Origin
+from hp_platform.store import default_store
+from hp_platform.topology import Tier
+from hp_platform.trail import trail_of
+
+if TYPE_CHECKING:
+    from hp_platform.axis import MeshAxis
+
+SWITCH = "HP_PLATFORM_PEER_MEMORY"
+"""Environment variable: "0" on any rank has all shares of its groups travel by their backend."""
+
+_RING = 64
+"""Calls of a group that may be in use at one time; more wait for their readers."""
+_FIELDS = 3
+"""Of a posted call: its number, counted from 1 and written last, its tag and its address."""
+_YIELDS = 3
+"""How often this rank lets others run before it sleeps between two looks."""
+_PAUSE = 50e-6
+"""Seconds between two looks at a number that has not come."""
+_LOOKS = 2000
+"""Looks between two at whether the peer is alive: about a quarter of a second."""
+_HELPS = 16
+"""Looks between two at whether anything else can be read meanwhile."""
+_BLOCK = 1 << 18
+"""Bytes that are read and added at a time: they stay in a core's own cache in between."""
+_COOKIE = 16
+
+
+class _Vector(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """What the ranks of one group have posted to one another.
+
+    Attributes:
+        rank, size: this rank's coordinate and how many there are.
+        broken: why nothing more will come; None while all is well. May be set from any thread.
+    """
+
+    def __init__(
+        self, rank: int, processes: Sequence[int], board: mmap.mmap, timeout: float
+    ) -> None:
+        self.rank, self.size = rank, len(processes)
+        self.broken: str | None = None
+        self._processes = processes
+        self._alive = [
+            -1 if peer == rank else os.pidfd_open(process) for peer, process in enumerate(processes)
+        ]
+        self._timeout = timeout
+        numbers = memoryview(board).cast("Q")
+        posts = self.size * _RING * _FIELDS
+        self._posts, self._reads = numbers[:posts], numbers[posts:]
+        self._count = 0
+        # What peers may still read, which must not be freed, whoever has dropped it.
+        self._lent: list[tuple[int, Tensor] | None] = [None] * _RING
+        self._unread: dict[int, Unread] = {}
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_alive", ()):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def post(self, tag: int, tensor: Tensor) -> int:
+        """Tells all peers where this rank's tensor of the next call lies; returns its number.
+
+        Args:
+            tag: what the peers' tensors of this call have, too.
+        """
+        number = self._count
+        if self._lent[number % _RING] is not None:
+            self.wait_for_readers(number - _RING)
+        self._count = number + 1
+        self._lent[number % _RING] = (number, tensor)
+        place = (self.rank * _RING + number % _RING) * _FIELDS
+        self._posts[place + 1], self._posts[place + 2] = tag, tensor.data_ptr()
+        self._posts[place] = number + 1
+        return number
+
+    def expect(self, number: int, tag: int, read: Callable[[], None]) -> None:
+        """`read`, which reads the peers' tensors of a call, is due in `finish` at the latest."""
+        self._unread[number] = Unread(tag, read)
+
+    def finish(self, number: int) -> None:
+        """Reads the peers' tensors of a call, unless that has been done."""
+        unread = self._unread.pop(number, None)
+        if unread is None:
+            return
+        try:
+            unread.read()
+        except BaseException:
+            # Whoever waits for this call must not take it for read.
+            self._unread[number] = unread
+            raise
+
+    def _read_what_has_come(self) -> None:
+        for number, unread in list(self._unread.items()):
+            posted = (
+                self._is_posted(number, peer, unread.tag)
+                for peer in range(self.size)
+                if peer != self.rank
+            )
+            if all(posted):
+                self.finish(number)
+
+    def _is_posted(self, number: int, peer: int, tag: int) -> bool:
+        place = (peer * _RING + number % _RING) * _FIELDS
+        return self._posts[place] >= number + 1 and self._posts[place + 1] == tag
+
+    def address(self, number: int, peer: int, tag: int) -> int:
+        """Where the tensor of `peer` lies, as soon as it has been posted.
+
+        Where the peer makes another call than this rank there is none: `lookout` finds out.
+
+        Raises:
+            RuntimeError: the peer is gone, or too late.
+        """
+        place = (peer * _RING + number % _RING) * _FIELDS
+        self._wait(self._posts, place, number + 1, peer, tag)
+        return self._posts[place + 2]
+
+    def read(self, peer: int, address: int, target: int, length: int) -> None:
+        """Copies `length` bytes at `address` of `peer` to this process's `target`.
+
+        Raises:
+            RuntimeError: the peer is gone.
+        """
+        call, process = _process_vm_readv(), self._processes[peer]
+        done = 0
+        while done < length:  # one call copies no more than 2 GiB
+            here, there = (_Vector(start + done, length - done) for start in (target, address))
+            found = call(process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+            if found <= 0:
+                raise RuntimeError(
+                    f"Connection closed by peer: the memory of coordinate {peer} (process "
+                    f"{process}) cannot be read: {os.strerror(ctypes.get_errno())}"
+                )
+            done += found
+
+    def has_read(self, number: int, peer: int) -> None:
+        """Tells `peer` that this rank needs its tensor of a call no more."""
+        self._reads[(self.rank * self.size + peer) * _RING + number % _RING] = number + 1
+
+    def wait_for_readers(self, number: int) -> None:
+        """Returns when all peers have read this rank's tensor of a call. May be called again.
+
+        Raises:
+            RuntimeError: a peer is gone, or too late.
+        """
+        for peer in range(self.size):
+            if peer != self.rank:
+                place = (peer * self.size + self.rank) * _RING + number % _RING
+                # It may have read a later call's already, after this one's.
+                self._wait(self._reads, place, number + 1, peer)
+        lent = self._lent[number % _RING]
+        if lent is not None and lent[0] == number:
+            self._lent[number % _RING] = None
+
+    def _wait(
+        self, numbers: memoryview, place: int, number: int, peer: int, tag: int | None = None
+    ) -> None:
+        looks, begun = 0, 0.0
+        while numbers[place] < number or (tag is not None and numbers[place + 1] != tag):
+            if looks < _YIELDS:
+                os.sched_yield()
+            else:
+                if self.broken is not None:
+                    raise RuntimeError(self.broken)
+                if looks == _YIELDS:
+                    begun = time.monotonic()
+                elif looks % _LOOKS == 0:
+                    self._check(peer, time.monotonic() - begun)
+                if looks % _HELPS == 0:
+                    self._read_what_has_come()
+                time.sleep(_PAUSE)
+            looks += 1
+
+    def _check(self, peer: int, waited: float) -> None:
+        poll = select.poll()
+        poll.register(self._alive[peer], select.POLLIN)
+        process = self._processes[peer]
+        if poll.poll(0):
+            raise RuntimeError(
+                f"Connection closed by peer: coordinate {peer} (process {process}) has ended"
+            )
+        if waited > self._timeout:
+            raise RuntimeError(
+                f"timed out after {self._timeout:.0f} s waiting for coordinate {peer} (process "
+                f"{process})"
+            )
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A call of which the peers' tensors have not been read."""
+
+    tag: int
+    read: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Lent:
+    """A call in flight, to a handle what a backend's work is."""
+
+    memory: PeerMemory
+    number: int
+
+    def wait(self) -> None:
+        """Reads the peers' tensors."""
+        self.memory.finish(self.number)
+
+    def wait_for_readers(self) -> None:
+        """Returns when no peer reads this rank's tensor any more."""
+        self.memory.wait_for_readers(self.number)
+
+
+def prepare_lent_all_gather(
+    memory: PeerMemory, source: Tensor, target: Tensor
+) -> Callable[[Origin], Lent]:
+    """Fills flat `target` with every coordinate's flat `source`, one after another.
+
+    Returns:
+        What starts it, as often as one likes.
+    """
+    rank, length = memory.rank, source.nbytes
+    peers = [(rank + step) % memory.size for step in range(1, memory.size)]
+    own = target[rank * source.numel() :][: source.numel()]
+
+    def start(origin: Origin) -> Lent:
+        tag = origin.tag << 1
+        number = memory.post(tag, source)
+        if own.data_ptr() != source.data_ptr():
+            own.copy_(source)
+
+        def read() -> None:
+            begin = target.data_ptr()
+            for peer in peers:
+                address = memory.address(number, peer, tag)
+                memory.read(peer, address, begin + peer * length, length)
+                memory.has_read(number, peer)
+
+        memory.expect(number, tag, read)
+        return Lent(memory, number)
+
+    return start
+
+
+def prepare_lent_reduce_scatter(
+    memory: PeerMemory, source: Tensor, scratch: Tensor | None
+) -> Callable[[Tensor, Origin], Lent]:
+    """Fills a flat target with this coordinate's share of the sum of all flat `source`s.
+
+    Its own share comes first and the others follow in coordinate order, as elsewhere.
+
+    Args:
+        scratch: of any length above zero; made when None.
+
+    Returns:
+        What starts it into a given target, as often as one likes.
+    """
+    rank, length, size = memory.rank, source.numel() // memory.size, source.element_size()
+    own = source[rank * length :][:length]
+    peers = [peer for peer in range(memory.size) if peer != rank]
+    block = min(_BLOCK // size, length) if scratch is None else min(_BLOCK // size, scratch.numel())
+    place = source.new_empty(block) if scratch is None else scratch[:block]
+    blocks = [(first, min(block, length - first)) for first in range(0, length, block)]
+
+    def start(target: Tensor, origin: Origin) -> Lent:
+        tag = origin.tag << 1 | 1
+        number = memory.post(tag, source)
+
+        def read() -> None:
+            offset = rank * length * size
+            shares = [(peer, memory.address(number, peer, tag) + offset) for peer in peers]
+            for first, count in blocks:
+                received, result = place[:count], target[first : first + count]
+                summed = own[first : first + count]
+                for peer, address in shares:
+                    memory.read(peer, address + first * size, received.data_ptr(), count * size)
+                    torch.add(summed, received, out=result)
+                    summed = result
+            for peer in peers:
+                memory.has_read(number, peer)
+
+        memory.expect(number, tag, read)
+        return Lent(memory, number)
+
+    return start
+
+
+# -- which groups have it -------------------------------------------------------------------------
+
+# Groups belong to the process, and so does this record, which keeps none of them alive.
+_known: WeakKeyDictionary[dist.ProcessGroup, PeerMemory | None] = WeakKeyDictionary()
+
+
+def peer_memory(axis: MeshAxis) -> PeerMemory | None:
+    """That of the axis's group, if `share_memory` has been called for it and has found a way."""
+    group = axis.process_group
+    return memory_of_group(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def memory_of_group(group: dist.ProcessGroup) -> PeerMemory | None:
+    """As `peer_memory`."""
+    return _known.get(group)
+
+
+def share_memory(axis: MeshAxis) -> bool:
+    """Lets the ranks of an axis read one another's memory where they can; all must call it.
+
+    Calls that lend their tensors then use it: see `all_gather`. It is looked into once a group.
+
+    Returns:
+        Whether they can.
+
+    Raises:
+        PeerError: a rank was not there to be asked.
+    """
+    group = axis.process_group
+    trail = trail_of(axis)
+    if trail is None or not isinstance(group, dist.ProcessGroup):
+        return False
+    if axis.backend != "gloo" or axis.tier is not Tier.FAST or axis.device.type != "cpu":
+        return False
+    if group not in _known:
+        try:
+            _known[group] = _meet(axis, group, f"hp_platform/memory/{trail.key}/{trail.made}")
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {axis.global_rank}: lost its peers while asking which memory the ranks of "
+                f"mesh axis {axis.name!r} can read; the store says: {error}"
+            ) from error
+    return _known[group] is not None
+
+
+def _meet(axis: MeshAxis, group: dist.ProcessGroup, key: str) -> PeerMemory | None:
+    store, rank, size = default_store(), axis.rank, axis.size
+    cookie = ctypes.create_string_buffer(secrets.token_bytes(_COOKIE), _COOKIE)
+    board: mmap.mmap | None = None
+    descriptor = -1
+    numbers = size * _RING * (_FIELDS + size)
+    if _has_calls() and os.environ.get(SWITCH) != "0":
+        if rank == 0:
+            descriptor = os.memfd_create("hp_platform")
+            os.ftruncate(descriptor, 8 * numbers)
+        own = f"{os.getpid()} {ctypes.addressof(cookie)} {cookie.raw.hex()} {descriptor}"
+    else:
+        own = ""
+    found: PeerMemory | None = None
+    try:
+        store.set(f"{key}/place/{rank}", own)
+        places = [store.get(f"{key}/place/{peer}").decode().split() for peer in range(size)]
+        if all(places):
+            try:
+                board = _board(places, 8 * numbers)
+                processes = [int(place[0]) for place in places]
+                found = PeerMemory(rank, processes, board, _timeout_of(group))
+                _read_cookies(found, places)
+            except (OSError, RuntimeError):
+                found = None
+        # Nobody may go on, or close what is mapped, before all have looked.
+        store.set(f"{key}/able/{rank}", "no" if found is None else "yes")
+        able = [store.get(f"{key}/able/{peer}") == b"yes" for peer in range(size)]
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+    return found if all(able) else None
+
+
+def _board(places: Sequence[Sequence[str]], length: int) -> mmap.mmap:
+    """Memory that all ranks map: the first one's, for whoever may read that one's memory."""
+    process, descriptor = places[0][0], places[0][3]
+    with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
+        return mmap.mmap(file.fileno(), length)
+
+
+def _read_cookies(memory: PeerMemory, places: Sequence[Sequence[str]]) -> None:
+    """Raises RuntimeError or OSError unless every process is the peer and can be read."""
+    found = ctypes.create_string_buffer(_COOKIE)
+    for peer, (process, address, cookie, _) in enumerate(places):
+        if peer == memory.rank:
+            continue
+        if int(process) == os.getpid():
+            raise OSError("ranks are threads of one process")
+        memory.read(peer, int(address), ctypes.addressof(found), _COOKIE)
+        if found.raw.hex() != cookie:
+            raise OSError("processes are numbered differently where the peer runs")
+
+
+def _has_calls() -> bool:
+    known = sys.platform == "linux" and platform.machine() == "x86_64"
+    return known and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """Seconds that a call on the group may take.
+
+    Private to PyTorch, which has no public way to ask. `test_peer_memory` fails if it changes.
+    """
+    options: Any = group._get_backend(torch.device("cpu")).options
+    return float(options._timeout.total_seconds())
+
+
+@functools.cache
+def _process_vm_readv() -> Any:
+    call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    vectors = (ctypes.c_void_p, ctypes.c_ulong)
+    call.argtypes = (ctypes.c_int, *vectors, *vectors, ctypes.c_ulong)
+    call.restype = ctypes.c_ssize_t
+    return call

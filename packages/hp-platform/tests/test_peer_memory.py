@@ -1,0 +1,113 @@
+"""Tensors that peers read where they are: results, waits in any order, and what goes wrong."""
+
+import os
+import platform
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hp_platform import MeshAxis, Origin, PeerError, all_gather, reduce_scatter
+from hp_platform.peer_memory import SWITCH, _timeout_of, peer_memory, share_memory
+from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
+from hp_platform.testing import run_ranks
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.skipif(
+        sys.platform != "linux" or platform.machine() != "x86_64",
+        reason="ranks read one another's memory on Linux on x86-64 only",
+    ),
+]
+
+ORIGIN = Origin("test", "lent")
+
+
+def shared_axis():
+    axis = MeshAxis.of_group()
+    assert peer_memory(axis) is None
+    if not share_memory(axis):
+        pytest.skip("this system lets no process read another's memory")
+    assert peer_memory(axis) is not None
+    assert share_memory(axis)
+    return axis
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_lent_tensors_give_what_sent_ones_do(world):
+    def body(rank):
+        axis = shared_axis()
+        generator = torch.Generator().manual_seed(rank)
+        # Longer than one block, too.
+        for length, dtype in [(1, torch.float32), (300_001, torch.float32), (77, torch.bfloat16)]:
+            rows = torch.randn(length * world, generator=generator).to(dtype)
+            part = rows[:length].clone()
+            sent = all_gather(part, axis).wait()
+            output = torch.empty_like(sent)
+            # The part may lie at its place in the output, as the own share in a reduced tensor.
+            output[rank * length : (rank + 1) * length] = part
+            place = output[rank * length : (rank + 1) * length]
+            again = repeatable_all_gather(place, axis, output=output, lends=True)
+            summed = reduce_scatter(rows, axis, op="avg").wait()
+            scatter = repeatable_reduce_scatter(rows, axis, scratch=rows.clone(), lends=True)
+            for _ in range(2):
+                handles = [
+                    all_gather(part, axis, lends=True),
+                    again(ORIGIN),
+                    reduce_scatter(rows, axis, op="avg", lends=True),
+                    scatter(rows.new_empty(length), ORIGIN),
+                ]
+                assert all(handle.lends for handle in handles)
+                # Ranks wait in different orders, and for readers before others have come to read.
+                for handle in handles[:: 1 if rank % 2 else -1]:
+                    handle.wait()
+                    handle.wait_for_readers()
+                assert not any(handle.lends for handle in handles)
+                gathered, repeated, averaged, scattered = (handle.wait() for handle in handles)
+                assert torch.equal(gathered, sent)
+                assert torch.equal(repeated, sent)
+                assert torch.equal(averaged, summed)
+                assert torch.equal(scattered / world, summed)
+        # More calls than can be in use at one time, of which no readers were waited for.
+        for step in range(150):
+            value = torch.full((3,), float(step + rank))
+            found = all_gather(value, axis, lends=True).wait().view(world, 3)
+            assert found[:, 0].tolist() == [float(step + other) for other in range(world)]
+
+    run_ranks(body, world)
+
+
+def test_groups_that_differ_or_may_not_send_as_before():
+    def body(rank):
+        if rank == 1:
+            os.environ[SWITCH] = "0"
+        axis = MeshAxis.of_group()
+        assert not share_memory(axis)
+        handle = all_gather(torch.tensor([rank]), axis, lends=True)
+        assert not handle.lends
+        assert handle.wait().tolist() == [0, 1]
+        # Private to PyTorch.
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
+        assert _timeout_of(group) == 77
+
+    run_ranks(body, 2)
+
+
+def test_a_peer_that_ends_is_named_by_those_that_wait_for_it():
+    def body(rank):
+        axis = shared_axis()
+        all_gather(torch.ones(2), axis, lends=True).wait()
+        if rank == 1:
+            os._exit(0)
+        late = all_gather(torch.ones(2), axis, lends=True)
+        with pytest.raises(PeerError, match=r"all_gather on axis world.*process \d+\) has ended"):
+            late.wait()
+        with pytest.raises(PeerError, match="has ended"):
+            late.wait_for_readers()
+        return "named"
+
+    with pytest.raises(Exception, match="rank 1") as raised:
+        run_ranks(body, 2)
+    assert "rank 0" not in str(raised.value).split("---")[0]
