@@ -156,13 +156,14 @@ class Handle(Generic[T]):
         Raises:
             PeerError, AgreementError: as `wait()`.
         """
-        readers, self._readers = self._readers, []
         try:
-            for wait in readers:
+            for wait in self._readers:
                 wait()
         except RuntimeError as error:
             assert self._axis is not None
             raise peer_error(self._operation, self._axis, self._origin, error) from error
+        # Not before: after an error, and in another thread, nothing may be written yet.
+        self._readers = []
 
     def delivering(self, result: T, deliver: Callable[[], object]) -> Handle[T]:
         """This handle, whose `wait()` now also calls `deliver` and then returns `result`."""

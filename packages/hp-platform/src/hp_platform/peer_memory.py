@@ -20,9 +20,11 @@ import platform
 import secrets
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -44,8 +46,8 @@ SWITCH = "HP_PLATFORM_PEER_MEMORY"
 
 _RING = 64
 """Calls of a group that may be in use at one time; more wait for their readers."""
-_FIELDS = 3
-"""Of a posted call: its number, counted from 1 and written last, its tag and its address."""
+_FIELDS = 4
+"""Of a posted call: its number, counted from 1 and written last; its tag; address and bytes."""
 _YIELDS = 3
 """How often this rank lets others run before it sleeps between two looks."""
 _PAUSE = 50e-6
@@ -109,6 +111,7 @@ class PeerMemory:
         self._lent[number % _RING] = (number, tensor)
         place = (self.rank * _RING + number % _RING) * _FIELDS
         self._posts[place + 1], self._posts[place + 2] = tag, tensor.data_ptr()
+        self._posts[place + 3] = tensor.nbytes
         self._posts[place] = number + 1
         return number
 
@@ -118,15 +121,16 @@ class PeerMemory:
 
     def finish(self, number: int) -> None:
         """Reads the peers' tensors of a call, unless that has been done."""
-        unread = self._unread.pop(number, None)
-        if unread is None:
-            return
-        try:
+        unread = self._unread.get(number)
+        if unread is not None:
+            with unread.lock:
+                self._read(number, unread)
+
+    def _read(self, number: int, unread: Unread) -> None:
+        if number in self._unread:
             unread.read()
-        except BaseException:
-            # Whoever waits for this call must not take it for read.
-            self._unread[number] = unread
-            raise
+            # Not before: whoever waits for this call must not take it for read.
+            del self._unread[number]
 
     def _read_what_has_come(self) -> None:
         for number, unread in list(self._unread.items()):
@@ -135,23 +139,32 @@ class PeerMemory:
                 for peer in range(self.size)
                 if peer != self.rank
             )
-            if all(posted):
-                self.finish(number)
+            # The call that this thread waits for, or another one reads, is locked.
+            if all(posted) and unread.lock.acquire(blocking=False):
+                try:
+                    self._read(number, unread)
+                finally:
+                    unread.lock.release()
 
     def _is_posted(self, number: int, peer: int, tag: int) -> bool:
         place = (peer * _RING + number % _RING) * _FIELDS
         return self._posts[place] >= number + 1 and self._posts[place + 1] == tag
 
-    def address(self, number: int, peer: int, tag: int) -> int:
-        """Where the tensor of `peer` lies, as soon as it has been posted.
+    def address(self, number: int, peer: int, tag: int, length: int) -> int:
+        """Where the tensor of `peer`, of `length` bytes, lies, as soon as it has been posted.
 
         Where the peer makes another call than this rank there is none: `lookout` finds out.
 
         Raises:
-            RuntimeError: the peer is gone, or too late.
+            RuntimeError: the peer is gone, or too late, or its tensor has another length.
         """
         place = (peer * _RING + number % _RING) * _FIELDS
         self._wait(self._posts, place, number + 1, peer, tag)
+        found = self._posts[place + 3]
+        if found != length:
+            raise RuntimeError(
+                f"the tensor of coordinate {peer} has {found} bytes, this rank's has {length}"
+            )
         return self._posts[place + 2]
 
     def read(self, peer: int, address: int, target: int, length: int) -> None:
@@ -227,10 +240,15 @@ class PeerMemory:
 
 @dataclass(frozen=True)
 class Unread:
-    """A call of which the peers' tensors have not been read."""
+    """A call of which the peers' tensors have not been read.
+
+    Attributes:
+        lock: held by the thread that reads them.
+    """
 
     tag: int
     read: Callable[[], None]
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 @dataclass(frozen=True)
@@ -270,7 +288,7 @@ def prepare_lent_all_gather(
         def read() -> None:
             begin = target.data_ptr()
             for peer in peers:
-                address = memory.address(number, peer, tag)
+                address = memory.address(number, peer, tag, length)
                 memory.read(peer, address, begin + peer * length, length)
                 memory.has_read(number, peer)
 
@@ -301,19 +319,22 @@ def prepare_lent_reduce_scatter(
     blocks = [(first, min(block, length - first)) for first in range(0, length, block)]
 
     def start(target: Tensor, origin: Origin) -> Lent:
-        tag = origin.tag << 1 | 1
+        tag, inference = origin.tag << 1 | 1, torch.is_inference_mode_enabled()
         number = memory.post(tag, source)
 
         def read() -> None:
             offset = rank * length * size
-            shares = [(peer, memory.address(number, peer, tag) + offset) for peer in peers]
-            for first, count in blocks:
-                received, result = place[:count], target[first : first + count]
-                summed = own[first : first + count]
-                for peer, address in shares:
-                    memory.read(peer, address + first * size, received.data_ptr(), count * size)
-                    torch.add(summed, received, out=result)
-                    summed = result
+            whole = source.nbytes
+            shares = [(peer, memory.address(number, peer, tag, whole) + offset) for peer in peers]
+            # Tensors made in inference mode are written in it only.
+            with torch.inference_mode() if inference else nullcontext():
+                for first, count in blocks:
+                    received, result = place[:count], target[first : first + count]
+                    summed = own[first : first + count]
+                    for peer, address in shares:
+                        memory.read(peer, address + first * size, received.data_ptr(), count * size)
+                        torch.add(summed, received, out=result)
+                        summed = result
             for peer in peers:
                 memory.has_read(number, peer)
 
@@ -391,7 +412,7 @@ def _meet(axis: MeshAxis, group: dist.ProcessGroup, key: str) -> PeerMemory | No
                 processes = [int(place[0]) for place in places]
                 found = PeerMemory(rank, processes, board, _timeout_of(group))
                 _read_cookies(found, places)
-            except (OSError, RuntimeError):
+            except (OSError, RuntimeError, ValueError):  # the last by mmap, of a stranger's file
                 found = None
         # Nobody may go on, or close what is mapped, before all have looked.
         store.set(f"{key}/able/{rank}", "no" if found is None else "yes")
