@@ -44,19 +44,10 @@ from hp_platform.arguments import (
     make_output,
 )
 from hp_platform.axis import MeshAxis
-from hp_platform.direct import (
-    prepare_direct_all_gather,
-    prepare_direct_exchange,
-    prepare_direct_reduce_scatter,
-    sends_first_on,
-)
+from hp_platform.direct import prepare_direct_exchange
+from hp_platform.equal_shares import prepare_equal_all_gather, prepare_equal_reduce_scatter
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
-from hp_platform.peer_memory import (
-    peer_memory,
-    prepare_lent_all_gather,
-    prepare_lent_reduce_scatter,
-)
 from hp_platform.staging import brought_back, carried, copied, overwritten, plain, transportable
 from hp_platform.uneven import (
     all_gather_even,
@@ -105,9 +96,10 @@ def all_gather(
             larger buffer will do, and `tensor` may lie at its place in it.
         sizes: rows of every coordinate, zeros allowed; equal when omitted.
         lends: peers may read `tensor` where it is until `Handle.wait_for_readers()` has returned,
-            which the caller will wait for before `tensor` is written or freed. The same on all
-            ranks, which wait for the calls that lend in one order. Of use where `share_memory`
-            has found that they can.
+            which the caller will wait for before `tensor` is written. The same on all ranks. A
+            peer reads when it waits for the call: nothing that it does before may need what this
+            rank does after `wait_for_readers()`. Of use where `share_memory` has found that they
+            can read.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
@@ -139,16 +131,7 @@ def all_gather(
     tensors, size = (tensor, result), result.nbytes
     if shares is None:
         if able.direct:
-            memory = peer_memory(axis) if lends else None
-            if memory is not None:
-                lent = prepare_lent_all_gather(memory, source.view(-1), target.view(-1))
-                return issue(
-                    name, axis, origin, lambda: (lent(origin),), result, size, tensors,
-                    tensor.dtype,
-                )  # fmt: skip
-            begin = prepare_direct_all_gather(
-                source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
-            )
+            begin = prepare_equal_all_gather(source.view(-1), target.view(-1), axis, lends)
             return issue(
                 name, axis, origin, lambda: begin(origin), result, size, tensors, tensor.dtype
             )
@@ -219,30 +202,13 @@ def reduce_scatter(
     tensors, size = (tensor, result), tensor.nbytes
     if shares is None:
         if able.direct:
-            memory = peer_memory(axis) if lends else None
-            if memory is not None:
-                lent = prepare_lent_reduce_scatter(memory, source.view(-1), scratch)
-                return issue(
-                    name, axis, origin, lambda: (lent(target.view(-1), origin),), result, size,
-                    tensors, tensor.dtype, (), _then_average(op, target, axis.size),
-                )  # fmt: skip
-            prepare = prepare_direct_reduce_scatter(
-                source.view(-1), scratch, rank, axis.size, group, sends_first_on(axis)
-            )
+            prepare = prepare_equal_reduce_scatter(source.view(-1), scratch, axis, lends)
             call = prepare(target.view(-1), origin)
             finish = _then_average(op, target, axis.size, call.finish)
             return issue(
-                name,
-                axis,
-                origin,
-                call.start,
-                result,
-                size,
-                tensors,
-                tensor.dtype,
-                call.keep,
+                name, axis, origin, call.start, result, size, tensors, tensor.dtype, call.keep,
                 finish,
-            )
+            )  # fmt: skip
         return issue(
             name, axis, origin,
             lambda: (reduce_scatter_even(target, source, group=group, async_op=True),),

@@ -10,18 +10,9 @@ from torch import Tensor
 from hp_platform.arguments import check_scratch, check_tensor, make_output
 from hp_platform.axis import MeshAxis
 from hp_platform.collectives import all_gather, reduce_scatter
-from hp_platform.direct import (
-    prepare_direct_all_gather,
-    prepare_direct_reduce_scatter,
-    sends_first_on,
-)
+from hp_platform.equal_shares import prepare_equal_all_gather, prepare_equal_reduce_scatter
 from hp_platform.handle import NOBODY, Handle, issue, refuse
 from hp_platform.ledger import Origin
-from hp_platform.peer_memory import (
-    peer_memory,
-    prepare_lent_all_gather,
-    prepare_lent_reduce_scatter,
-)
 from hp_platform.staging import plain, transportable
 from hp_platform.uneven import all_gather_even, reduce_scatter_even
 
@@ -52,14 +43,8 @@ def repeatable_all_gather(
         return lambda origin: all_gather(tensor, axis, output=output, lends=lends, origin=origin)
     source, target = transportable(tensor, able), transportable(result, able)
     tensors, size, dtype = (tensor, result), result.nbytes, tensor.dtype
-    memory = peer_memory(axis) if lends and able.direct else None
-    if memory is not None:
-        lent = prepare_lent_all_gather(memory, source.view(-1), target.view(-1))
-        return lambda o: issue(name, axis, o, lambda: (lent(o),), result, size, tensors, dtype)
     if able.direct:
-        begin = prepare_direct_all_gather(
-            source.view(-1), target.view(-1), axis.rank, group, sends_first_on(axis)
-        )
+        begin = prepare_equal_all_gather(source.view(-1), target.view(-1), axis, lends)
         return lambda o: issue(name, axis, o, lambda: begin(o), result, size, tensors, dtype)
 
     def start() -> tuple[Any, ...]:
@@ -93,24 +78,11 @@ def repeatable_reduce_scatter(
             tensor, axis, output=output, scratch=scratch, lends=lends, origin=origin
         )
     source, size, dtype = plain(tensor), tensor.nbytes, tensor.dtype
-    memory = peer_memory(axis) if lends and able.direct else None
-    if memory is not None:
-        begin = prepare_lent_reduce_scatter(memory, source, scratch)
-
-        def lent(output: Tensor, origin: Origin) -> Handle[Tensor]:
-            make_output(name, axis, origin, output, length, tensor)
-            return issue(
-                name, axis, origin, lambda: (begin(output, origin),), output, size,
-                (tensor, output), dtype,
-            )  # fmt: skip
-
-        return lent
-    prepare = prepare_direct_reduce_scatter(
-        source, scratch, axis.rank, axis.size, group, sends_first_on(axis)
-    )
+    prepare = prepare_equal_reduce_scatter(source, scratch, axis, lends) if able.direct else None
 
     def direct(output: Tensor, origin: Origin) -> Handle[Tensor]:
         make_output(name, axis, origin, output, length, tensor)
+        assert prepare is not None
         call = prepare(output, origin)
         return issue(
             name, axis, origin, call.start, output, size, (tensor, output), dtype,
@@ -125,4 +97,4 @@ def repeatable_reduce_scatter(
             output, size, (tensor, output), dtype,
         )  # fmt: skip
 
-    return direct if able.direct else by_backend
+    return by_backend if prepare is None else direct
