@@ -20,6 +20,7 @@ from hp_fsdp.cut import AnyCut, Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.full_buffer import FullBuffer
+from hp_fsdp.gathering import Gathering
 from hp_fsdp.offload import HOST, Offload
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import ShardedParameter
@@ -27,9 +28,9 @@ from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.scatter import Scatter
 from hp_fsdp.schedule import Journey
 from hp_fsdp.unit_memory import Memory, UnitMemory
-from hp_platform import Handle, MeshAxis, Origin, all_gather, reduce_scatter
+from hp_platform import Handle, MeshAxis, Origin, reduce_scatter
 from hp_platform.buffers import aligned_empty
-from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
+from hp_platform.repeatable import repeatable_reduce_scatter
 
 _Scattering = Callable[[Tensor, Origin], Handle[Tensor]]
 
@@ -87,10 +88,7 @@ class Bucket:
             others = self.gathered_numel - self.part
             self._scratch = memory.scratch.reserve(others, self.reduce_dtype)
         self._on_gradient: Callable[[ShardedParameter], None] | None = None
-        self._gathering: Handle[Tensor] | None = None
-        self._lent: Handle[Tensor] | None = None
-        self._gather: Callable[[Origin], Handle[Tensor]] | None = None
-        self._gathers: Tensor | None = None
+        self._gathering = Gathering()
         device = torch.device("meta") if first.is_meta else self._home
         self._addresses: tuple[int, ...] = ()
         self.storage = self._make_storage(first.dtype, device)
@@ -161,7 +159,8 @@ class Bucket:
         device = self._data.shard.device
         if self._buffer.dtype != self.compute_dtype:
             self._buffer = FullBuffer(self._full_numel, self.compute_dtype, device)
-            self._gather, self._landing, self._free_landings = None, None, []
+            self._gathering.forget_tensors()
+            self._landing, self._free_landings = None, []
             for parameter in self.parameters:
                 parameter.full = None
         if self._scratch is not None and self._scratch.dtype != self.reduce_dtype:
@@ -202,16 +201,14 @@ class Bucket:
         output = self._buffer.hold(pages)
         again = origin.phase in ("backward", "recomputation")
         if again and self._part_kept is not None and self.near is not None:
-            self._gathering = all_gather(
-                self._part_kept, self.near, output=output, lends=True, origin=origin
-            )
+            self._gathering.issue(self._part_kept, self.near, output, origin)
         elif self._offload is None:
             self.forget_part()
-            self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+            self._issue_gather(self._travelling_part(), output, origin)
         else:
             with self._offload.copying():
                 self.forget_part()
-                self._gathering = self._issue_gather(self._travelling_part(), output, origin)
+                self._issue_gather(self._travelling_part(), output, origin)
         return changed
 
     def _prepare(self) -> None:
@@ -229,21 +226,16 @@ class Bucket:
 
     def finish_gather(self) -> None:
         """Waits for the all-gather and registers the gathered parameters on the modules."""
-        handle, self._gathering = self._gathering, None
-        assert handle is not None
-        handle.wait()
-        self._lent = handle
+        self._gathering.wait()
+        self._unpack()
         self.register_full()
 
-    def take_back(self) -> None:
-        """Returns when no peer reads this rank's part any more; before that it must not change.
+    def _unpack(self) -> None:
+        """Brings what has been gathered to where the parameters are: it is there."""
 
-        Peers may wait for this rank to read theirs, whether or not it came to use what it gathers.
-        """
-        lent, self._lent = self._lent or self._gathering, None
-        if lent is not None and lent.lends:
-            lent.wait()
-            lent.wait_for_readers()
+    def take_back(self) -> None:
+        """As `Gathering.take_back`."""
+        self._gathering.take_back()
 
     def register_full(self) -> None:
         for parameter in self.parameters:
@@ -302,15 +294,10 @@ class Bucket:
     def _on_device(self, part: Tensor) -> Tensor:
         return part if self._offload is None else self._offload.to_device(part)
 
-    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
-        lends = lends_in(origin.phase)
-        if part is not self.storage or not lends:
-            return all_gather(part, self._data.shard, output=output, lends=lends, origin=origin)
-        # The same call at every step: checked once.
-        if self._gather is None or self._gathers is not part:
-            self._gather = repeatable_all_gather(part, self._data.shard, output=output, lends=True)
-            self._gathers = part
-        return self._gather(origin)
+    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> None:
+        repeats = part is self.storage
+        issue = self._gathering.issue_again if repeats else self._gathering.issue
+        issue(part, self._data.shard, output, origin)
 
     # -- gradients ---------------------------------------------------------------------------
 
@@ -496,14 +483,6 @@ class Bucket:
     def local_gradient(self, parameter: ShardedParameter, part: Tensor) -> Tensor:
         """The parameter's gradient inside this rank's reduced part: a view."""
         return self._shard_view(parameter, part)
-
-
-def lends_in(phase: str) -> bool:
-    """Whether parts are lent to the all-gathers of a phase.
-
-    Those of a pass are waited for in one order on all ranks, and taken back when the pass ends.
-    """
-    return phase != "unshard"
 
 
 _HOOKED = "_hp_fsdp_hooked"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hp_fsdp.bucket import Bucket, lends_in
+from hp_fsdp.bucket import Bucket
 from hp_fsdp.cut import AnyCut, Cut
 from hp_fsdp.param import ShardedParameter
-from hp_platform import Handle, Origin, all_gather
+from hp_platform import Origin
 from hp_platform.buffers import aligned_empty
 
 
@@ -46,18 +46,15 @@ class PackedBucket(Bucket):
             return piece
         return aligned_empty(piece.numel(), self.compute_dtype, piece.device).copy_(piece)
 
-    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> Handle[Tensor]:
+    def _issue_gather(self, part: Tensor, output: Tensor, origin: Origin) -> None:
         self._chunks = aligned_empty(self.gathered_numel, part.dtype, part.device)
-        lends = lends_in(origin.phase)
-        return all_gather(part, self._data.shard, output=self._chunks, lends=lends, origin=origin)
+        self._gathering.issue(part, self._data.shard, self._chunks, origin)
 
     def keep_part(self) -> None:
         """Nothing: backward gathers from the shards."""
 
-    def finish_gather(self) -> None:
-        assert self._gathering is not None
+    def _unpack(self) -> None:
         assert self._chunks is not None
-        self._gathering.wait()
         cut, chunks = self._cut, self._chunks
         pieces = [
             piece.view(cut.padded_shape).narrow(cut.dim, 0, cut.length(rank))
@@ -66,7 +63,6 @@ class PackedBucket(Bucket):
         assert self.parameters[0].full is not None
         torch.cat(pieces, dim=cut.dim, out=self.parameters[0].full.data)
         self._chunks = None
-        super().finish_gather()
 
     def _packed(self, gradients: Tensor) -> Tensor:
         cut = self._cut

@@ -9,6 +9,7 @@ from __future__ import annotations
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.unit import Unit
+from hp_platform.peer_memory import share_memory
 
 
 def checked_reshard(value: object, data: DataMesh) -> bool | int | None:
@@ -44,5 +45,6 @@ def regroup(unit: Unit, value: bool | int | None) -> None:
         axis = unit.data.shard
         starts = range(0, axis.size, value)
         near = axis.subset([range(start, start + value) for start in starts])
+        share_memory(near)
     for bucket in unit.buckets:
         bucket.near = near
