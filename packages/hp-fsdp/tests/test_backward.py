@@ -379,14 +379,29 @@ def test_a_backward_that_raised_leaves_nothing_behind():
         def fail(_):
             raise ValueError("planted")
 
-        x = model.embed.register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
-        with pytest.raises(ValueError, match="planted"):
-            step(model, rank)
-        x.remove()
+        def fails(model, module):
+            hook = module.register_forward_hook(lambda m, a, out: out.register_hook(fail) and None)
+            with pytest.raises(ValueError, match="planted"):
+                step(model, rank)
+            hook.remove()
+
+        fails(model, model.embed)
         step(model, rank)
         step(reference, rank)
         for mine, theirs in zip(model.parameters(), reference.parameters()):
             assert torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+        # Without replicas gradients are the program's as soon as they have come.
+        model, reference = sharded("plain", flat(4)), sharded("plain", flat(4))
+        fails(model, model.blocks[1].norm)
+        step(reference, rank)
+        with torch.no_grad():
+            model(torch.zeros(1, dtype=torch.long))
+        handed = [
+            torch.equal(mine.grad.to_local(), theirs.grad.to_local())
+            for mine, theirs in zip(model.parameters(), reference.parameters())
+            if mine.grad is not None
+        ]
+        assert handed == [True] * 3
 
     run_ranks(body, 4)
 

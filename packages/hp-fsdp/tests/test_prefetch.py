@@ -1,3 +1,5 @@
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from hp_fsdp.prefetch import GatherOrder
 from hp_fsdp.root import unit_of
 from hp_fsdp.unit import UnitState
 from hp_platform import ledger
+from hp_platform.peer_memory import PeerMemory
 from hp_platform.testing import run_ranks
 
 
@@ -155,8 +158,25 @@ def test_gathers_are_issued_one_unit_ahead_and_not_in_recomputation():
 
 
 @pytest.mark.ranks
-def test_the_unit_that_ends_forward_and_begins_backward_stays_gathered_and_costs_no_memory():
+def test_the_unit_that_ends_forward_and_begins_backward_stays_gathered_and_costs_no_memory(
+    monkeypatch,
+):
+    def fail(*_):
+        raise ValueError("planted")
+
+    def zero(unit):
+        for parameter in unit.parameters:
+            parameter.local.detach().zero_()
+
+    read = PeerMemory.read
+
+    def read_late(*args):
+        time.sleep(0.02)
+        return read(*args)
+
     def body(rank):
+        if rank == 1:
+            monkeypatch.setattr(PeerMemory, "read", read_late)
         peaks = {}
         for reshard in (None, True):
             model, units, *_ = watched(1, None, reshard)
@@ -183,11 +203,20 @@ def test_the_unit_that_ends_forward_and_begins_backward_stays_gathered_and_costs
             assert last.state is UnitState.SHARDED
             del model.segment
             model(x).sum().backward()
-            # Values that have been changed meanwhile are gathered again.
-            model(x)
+            # Values that have been changed meanwhile are gathered again: those that a forward
+            # which failed has gathered ahead,
+            fails = model.layers[2].register_forward_pre_hook(fail)
+            with pytest.raises(ValueError, match="planted"):
+                model(x)
+            fails.remove()
+            zero(units[3])
+            first, second = model(x)
+            assert torch.equal(first, second)
+            # and those of a unit that is kept, which may be written as soon as it has run.
             assert (last.state is UnitState.GATHERED) == (reshard is None)
-            for parameter in last.parameters:
-                parameter.local.detach().zero_()
+            layer = model.layers[-1].register_forward_hook(lambda *_, kept=last: zero(kept))
+            assert torch.equal(model(x), torch.stack([first, second]))
+            layer.remove()
             assert torch.equal(model(x), torch.zeros(2, 8))
         assert peaks[None] <= peaks[True]
 

@@ -3,7 +3,7 @@
 A unit's reduce-scatter is due one unit later, its all-reduce over the replicas only at the end of
 backward. So the fast tier goes first and is waited for one unit later; the slow tier is issued
 behind it and waited for in the settlement only. Where a wait holds nothing but the calling thread,
-as on the CPU, the first gradient of the next unit is late enough: the slow tier, which the end of
+as on the CPU, the beginning of the next unit is late enough: the slow tier, which the end of
 backward waits for, starts as much earlier. Elsewhere a wait holds the computation that follows it.
 
 Gradients are summed on both tiers and divided once, by `Unit.divisor`, after the last sum and
@@ -43,6 +43,8 @@ class FusedGradients:
     earlier: Tensor | None = None
     """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
+    is_divided: bool = False
+    """The all-reduce divides its sum."""
     received: FullBuffer | None = None
     """Memory that the all-reduce uses meanwhile."""
     leaving: HostCopy | None = None
@@ -87,7 +89,7 @@ class Reduction:
     completes: bool
     """Whether this micro-step goes over the slow tier, or is kept on the shards."""
     is_ahead: bool = False
-    """The next unit's first gradient has come, and the slow tier is on its way."""
+    """Backward has entered the next unit, and the slow tier is on its way."""
 
     @classmethod
     def issue(cls, unit: Unit) -> Reduction:
@@ -137,9 +139,17 @@ class Reduction:
             data = fused.buffer.data
             fused.received = self.unit.hold_received(data)
             scratch = None if fused.received is None else fused.received.data
+            # A hook on the sums gets them before they are divided.
+            fused.is_divided = self.unit.all_reduce_hook is None
+            divisor = self.unit.divisor if fused.is_divided else 1
             fused.all_reduce = all_reduce(
-                data, self.unit.data.replicate, scratch=scratch, origin=origin
+                data, self.unit.data.replicate, divisor=divisor, scratch=scratch, origin=origin
             )
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether the slow tier is on its way."""
+        return any(fused.all_reduce is not None for fused in self.fused)
 
     def keep_for_later(self) -> None:
         """Micro-steps without the slow tier: sums stay on the shards."""
@@ -156,7 +166,7 @@ class Reduction:
                 fused.received = None
             if self.unit.all_reduce_hook is not None:
                 self.unit.all_reduce_hook(fused.buffer.data)
-            if self.unit.divisor != 1:
+            if self.unit.divisor != 1 and not fused.is_divided:
                 fused.buffer.data.div_(self.unit.divisor)
             if self.unit.offload is not None:
                 fused.leaving = self.unit.offload.to_host(fused.buffer.data)
@@ -190,7 +200,7 @@ class BackwardPipeline:
             self._issue_all_reduce(previous)
 
     def go_ahead(self) -> None:
-        """A gradient of the next unit has come: what is due at its end is done now.
+        """Backward has entered the next unit: what is due at its end is done now.
 
         Only where waiting holds no more than this thread.
         """
@@ -223,10 +233,12 @@ class BackwardPipeline:
         """Waits for what a failed backward left in flight and forgets it."""
         leftovers = [*self._pending, *([self._reducing] if self._reducing else [])]
         self._reducing, self._pending, self._summands, self._leaving = None, [], [], []
-        for reduction in leftovers:
+        for reduction in dict.fromkeys(leftovers):
             reduction.wait_fast()
             reduction.free()
-            reduction.finish()
+            # Others hold gradients that the program has, or wait for nothing.
+            if reduction.all_reduces:
+                reduction.finish()
 
     def _flush(self) -> None:
         previous, self._reducing = self._reducing, None

@@ -88,6 +88,9 @@ def after_forward(unit: Unit, module: nn.Module, output: Any) -> Any:
         unit.release()
     elif unit.releases_after_forward and not root.keeps(unit):
         unit.retire()
+    else:
+        # What follows in the forward of a container may write the shards.
+        unit.take_back()
     root.end_forward(unit, module)
     return output
 
@@ -155,6 +158,7 @@ class Call:
         unit.gather("backward")
         if first and not unit.reduces_unused:
             root.backward_order.enter(unit, unit.backward_prefetch)
+        root.pipeline.go_ahead()
         unit.wait()
         unit.make_room()
 

@@ -213,7 +213,8 @@ class Unit:
         if self.shows_shards and any(p.is_replaced for p in self.parameters):
             self.shows_shards = False
             self.state = UnitState.SHARDED
-        if self.state is UnitState.GATHERED and any(b.is_stale for b in self.buckets):
+        # What is still on its way may have been gathered ahead in a pass that has failed.
+        if self.state is not UnitState.SHARDED and any(b.is_stale for b in self.buckets):
             self.release()
 
     @property
