@@ -105,6 +105,8 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
         (lambda axis: all_reduce([1.0], axis), "expected a tensor, got list"),
         (lambda axis: all_reduce(square, axis, op="mean"), "op 'mean' is unknown"),
         (lambda axis: all_reduce(torch.ones(2).int(), axis, op="avg"), "average of torch.int32"),
+        (lambda axis: all_reduce(square, axis, op="avg", divisor=2), "a divisor is of sums only"),
+        (lambda axis: all_reduce(torch.ones(2).int(), axis, divisor=2), "average of torch.int32"),
         (lambda axis: reduce_scatter(square, axis, op="max"), "op 'max' is unknown"),
         (lambda axis: reduce_scatter(torch.ones(3, 2), axis), "3 rows do not divide"),
         (lambda axis: reduce_scatter(square, axis, sizes=[1, 2]), "add up to 3"),
@@ -144,6 +146,7 @@ def test_an_axis_of_one_rank_copies_locally_and_is_not_entered_in_the_ledger():
         assert torch.equal(scattered, tensor)
         assert scattered.data_ptr() != tensor.data_ptr()
         assert all_reduce(tensor, ALONE).wait() is tensor
+        assert all_reduce(torch.ones(1), ALONE, divisor=2).wait().item() == 0.5
         assert broadcast(tensor, ALONE, source=0).wait() is tensor
         assert reduce(tensor, ALONE, destination=0).wait() is tensor
         assert torch.equal(all_to_all(tensor, ALONE).wait(), tensor)
@@ -293,9 +296,14 @@ def test_wait_is_idempotent_and_an_average_is_divided_once():
         assert not handle.done
         first = handle.wait()
         assert handle.done
+        # Longer than what is divided at a time.
+        numbers = torch.arange(70_001.0)
+        quotient = all_reduce(numbers.clone(), axis, divisor=5).wait()
+        assert torch.equal(quotient, numbers * axis.size / 5)
         return first.tolist(), handle.wait() is first, first.tolist()
 
-    assert run_ranks(run, 2) == [([4.0] * 3, True, [4.0] * 3)] * 2
+    for world in (2, 3):
+        assert run_ranks(run, world) == [([4.0] * 3, True, [4.0] * 3)] * world
 
 
 @pytest.mark.ranks

@@ -96,10 +96,10 @@ def all_gather(
             larger buffer will do, and `tensor` may lie at its place in it.
         sizes: rows of every coordinate, zeros allowed; equal when omitted.
         lends: peers may read `tensor` where it is until `Handle.wait_for_readers()` has returned,
-            which the caller will wait for before `tensor` is written. The same on all ranks. A
-            peer reads when it waits for the call: nothing that it does before may need what this
-            rank does after `wait_for_readers()`. Of use where `share_memory` has found that they
-            can read.
+            which the caller will wait for before `tensor` is written or the process ends. The
+            same on all ranks. A peer reads when it waits for the call: nothing that it does
+            before may need what this rank does after `wait_for_readers()`. Of use where
+            `share_memory` has found that they can read.
 
     Raises:
         CollectiveError: an argument cannot be used; nothing has been sent.
@@ -231,6 +231,7 @@ def all_reduce(
     axis: MeshAxis,
     *,
     op: str = "sum",
+    divisor: float = 1,
     scratch: Tensor | None = None,
     origin: Origin = NOBODY,
 ) -> Handle[Tensor]:
@@ -239,6 +240,7 @@ def all_reduce(
     Args:
         tensor: contiguous, any shape.
         op: "sum", "avg", "max" or "min".
+        divisor: what `wait()` divides a sum by.
         scratch: 1-D memory of `tensor`'s type and length, left alone until `wait()` returns. Some
             backends need it and take new memory if none is given.
 
@@ -249,25 +251,32 @@ def all_reduce(
     able = check_tensor(name, tensor, axis, origin, True, False, True)
     if op != "sum":
         check_op(name, axis, origin, op, _ALL_OPS, tensor.dtype)
+    if divisor != 1:
+        if op != "sum":
+            refuse(name, axis, origin, f"a divisor is of sums only, found op={op!r}")
+        check_op(name, axis, origin, "avg", _ALL_OPS, tensor.dtype)
     if scratch is not None:
         check_scratch(name, axis, origin, scratch, tensor, tensor.view(-1)[:0])
     group = axis.process_group
     if group is None or not tensor.numel():
-        return Handle(tensor)
+        return Handle(tensor if divisor == 1 else tensor.div_(divisor))
     if able is None:
-        staged = all_reduce(carried(tensor, axis), axis, op=op, origin=origin)
+        staged = all_reduce(carried(tensor, axis), axis, op=op, divisor=divisor, origin=origin)
         return brought_back(staged, tensor)
     target = overwritten(tensor)
+    if op == "avg":
+        divisor = axis.size
     if able.direct and axis.size == 2 and op in _SUMS:
-        call = prepare_direct_exchange(target.view(-1), scratch, axis.rank, group, origin)
+        call = prepare_direct_exchange(target.view(-1), divisor, scratch, axis.rank, group, origin)
         return issue(
             name, axis, origin, call.start, tensor, tensor.nbytes, (tensor,), tensor.dtype,
-            call.keep, _then_average(op, target, axis.size, call.finish),
+            call.keep, call.finish,
         )  # fmt: skip
     return issue(
         name, axis, origin,
         lambda: (dist.all_reduce(target, op=_OPS[op], group=group, async_op=True),),
-        tensor, tensor.nbytes, (tensor,), tensor.dtype, (), _then_average(op, target, axis.size),
+        tensor, tensor.nbytes, (tensor,), tensor.dtype, (),
+        None if divisor == 1 else lambda: target.div_(divisor),
     )  # fmt: skip
 
 

@@ -28,6 +28,9 @@ _GATHER, _SCATTER, _EXCHANGE, _NEVER = 0x40000001, 0x40000002, 0x40000003, 0x400
 """Added to tags: messages of different operations do not meet, nor do they meet those that a
 program itself sends over the same group."""
 
+_BLOCK = 1 << 16
+"""Elements."""
+
 
 def prepare_direct_all_gather(
     source: Tensor, target: Tensor, rank: int, group: Any, sends_first: bool
@@ -101,13 +104,19 @@ def prepare_direct_reduce_scatter(
 
 
 def prepare_direct_exchange(
-    target: Tensor, scratch: Tensor | None, rank: int, group: Any, origin: Origin
+    target: Tensor,
+    divisor: float,
+    scratch: Tensor | None,
+    rank: int,
+    group: Any,
+    origin: Origin,
 ) -> Prepared:
-    """Adds the other rank's flat `target` to this one's, on a group of two.
+    """Adds the other rank's flat `target` to this one's, on a group of two, and divides the sum.
 
     Sums of two do not depend on their order, so both ranks get the same bits.
 
     Args:
+        divisor: 1 for none.
         scratch: as long as `target`, or longer; made when None.
     """
     length = target.numel()
@@ -118,7 +127,12 @@ def prepare_direct_exchange(
         return [_receive(received, peer, group, tag), _send(target, peer, group, tag)]
 
     def finish() -> None:
-        target.add_(received)
+        if divisor == 1:
+            target.add_(received)
+            return
+        # Block by block, so that the division finds the sum in the core's own cache.
+        for summed, other in zip(target.split(_BLOCK), received.split(_BLOCK)):
+            summed.add_(other).div_(divisor)
 
     return Prepared(start, finish, (received,))
 
