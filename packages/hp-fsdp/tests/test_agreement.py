@@ -343,12 +343,14 @@ def by_pytorch(model, mesh):
 
 
 def trains_as_the_dense_one_that_parallelize_module_has_cut(rank):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    pair = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    # Other names, for PyTorch keeps what it has made on an equal mesh, with that one's parent.
+    staged = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp_shard", "model"))
     dp, tp = divmod(rank, 2)
-    for hidden, options in ((4, {}), (6, {"comm_policy": "shared_buffer"})):
+    for mesh, hidden, options in ((pair, 4, {}), (staged, 6, {"comm_policy": "shared_buffer"})):
         torch.manual_seed(0)
         dense = nn.Sequential(*(Residual(hidden) for _ in range(2)))
-        model = by_pytorch(copy.deepcopy(dense), mesh["tp"])
+        model = by_pytorch(copy.deepcopy(dense), mesh[mesh.mesh_dim_names[-1]])
         model[0].up.weight.requires_grad_(False)
         before = list(model.parameters())
         for layer in model:
@@ -371,7 +373,9 @@ def trains_as_the_dense_one_that_parallelize_module_has_cut(rank):
         assert_same(full_parameters(model), full_parameters(dense), rtol=1e-4, atol=1e-5)
         with pytest.raises(UsageError, match="parameter 0 of group 0"):
             torch.optim.SGD(before, lr=0.1).step()
-    assert model[0].up.weight.layout.mesh == mesh
+        joined = [layer.up.weight.layout.mesh for layer in model]
+        assert joined[0] is joined[1]
+        assert joined[0].mesh_dim_names == mesh.mesh_dim_names[-2:]
     other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     with pytest.raises(ShardingError, match=r"'0.norm.weight'.*same parent mesh"):
         fully_shard(by_pytorch(nn.Sequential(Residual(4)), other), mesh=mesh["dp_shard"])

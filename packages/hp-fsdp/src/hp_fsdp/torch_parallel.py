@@ -3,6 +3,9 @@
 Their local tensors travel as any other. While its unit is gathered, the module sees a DTensor of
 PyTorch's over the gathered form, on the tensor-parallel mesh, and its hooks and operators work as
 before. The shards are laid out on the data axes and that mesh together, as under FSDP2.
+
+`_get_root_mesh`, `_concatenate` and `_set_sequence_nr` are private to PyTorch, which has no public
+way to join meshes or to order autograd's nodes: `test_agreement` fails if they change.
 """
 
 from __future__ import annotations
@@ -103,6 +106,7 @@ def _together(data: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
     names = (*(data.mesh_dim_names or ()), *(other.mesh_dim_names or ()))
     if root.mesh_dim_names == names:
         return root
+    # Kept by the root mesh, with which it ends.
     known: dict[tuple[str, ...], DeviceMesh] = root.__dict__.setdefault("_hp_joined", {})
     if names not in known:
         known[names] = DeviceMesh._concatenate([data, other])
