@@ -87,7 +87,10 @@ def test_lent_tensors_give_what_sent_ones_do(world):
     run_ranks(body, world)
 
 
-def test_groups_that_differ_or_may_not_send_as_before():
+def test_groups_that_differ_or_may_not_send_as_before(monkeypatch):
+    def refused(_):
+        raise OSError("planted")
+
     def body(rank):
         if rank == 1:
             os.environ[SWITCH] = "0"
@@ -99,6 +102,10 @@ def test_groups_that_differ_or_may_not_send_as_before():
         # Private to PyTorch.
         group = dist.new_group([0, 1], timeout=timedelta(seconds=77))
         assert _timeout_of(group) == 77
+        # The system refuses one rank what the others have.
+        os.environ.pop(SWITCH, None)
+        monkeypatch.setattr(os, "memfd_create", refused)
+        assert not share_memory(MeshAxis.of_group(group))
 
     run_ranks(body, 2)
 

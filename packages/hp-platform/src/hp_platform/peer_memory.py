@@ -12,6 +12,7 @@ order of their instructions, which x86-64 keeps.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -395,15 +396,16 @@ def _meet(axis: MeshAxis, group: dist.ProcessGroup, key: str) -> PeerMemory | No
     board: mmap.mmap | None = None
     descriptor = -1
     numbers = size * _RING * (_FIELDS + size)
-    if _has_calls() and os.environ.get(SWITCH) != "0":
-        if rank == 0:
-            descriptor = os.memfd_create("hp_platform")
-            os.ftruncate(descriptor, 8 * numbers)
-        own = f"{os.getpid()} {ctypes.addressof(cookie)} {cookie.raw.hex()} {descriptor}"
-    else:
-        own = ""
+    own = ""
     found: PeerMemory | None = None
     try:
+        if _has_calls() and os.environ.get(SWITCH) != "0":
+            # Peers wait for an answer: where the system refuses, it is no.
+            with contextlib.suppress(OSError):
+                if rank == 0:
+                    descriptor = os.memfd_create("hp_platform")
+                    os.ftruncate(descriptor, 8 * numbers)
+                own = f"{os.getpid()} {ctypes.addressof(cookie)} {cookie.raw.hex()} {descriptor}"
         store.set(f"{key}/place/{rank}", own)
         places = [store.get(f"{key}/place/{peer}").decode().split() for peer in range(size)]
         if all(places):
