@@ -140,8 +140,15 @@ class Differentiable(Wrapper):
     @data.setter
     def data(self, value: Self) -> None:
         if not isinstance(value, Differentiable) or not self._is_laid_out_like(value):
-            found = value._layout if isinstance(value, Differentiable) else type(value).__name__
-            raise ValueError(f"the data of a DTensor laid out {self._layout} was set to {found}")
+            found = (
+                value._layout
+                if isinstance(value, Differentiable)
+                else f"a plain {type(value).__name__} of shape {tuple(value.shape)}"
+            )
+            raise ValueError(
+                f"the data of a DTensor laid out {self._layout} was set to {found}; expected a "
+                "DTensor of the same layout: hp_dtensor.distribute_tensor(full, mesh, placements)"
+            )
         if value.dtype != self.dtype or value.device != self.device:
             raise ValueError(
                 f"data of {self.dtype} on {self.device} cannot become {value.dtype} on "

@@ -380,17 +380,23 @@ def _apply(plan: Plan, step: Step, local: Tensor) -> Tensor:
         return local
     policy = allowed()
     if not (policy.adjoints if step.adjoint_only else policy.reductions):
-        what = (
-            "a replicated operand meets sharded ones and its gradient is not declared Partial"
-            if step.adjoint_only
-            else "an operand would have to be reduced or redistributed first"
-        )
-        raise operator_error(
-            plan.call.operator,
-            f"{what} ({step.transition})",
-            plan.call.layouts,
-            remedy="redistribute it explicitly, or declare it in the boundary's contract",
-        )
+        source, target = step.transition.source, step.transition.target
+        if step.adjoint_only:
+            what = (
+                "a replicated operand meets sharded ones and its gradient is not declared Partial: "
+                f"expected {target}, found {source}"
+            )
+            remedy = "declare its gradient Partial in the contract of its boundary or parameter"
+        else:
+            what = (
+                "an operand would have to be reduced or redistributed first: "
+                f"expected {target}, found {source}"
+            )
+            remedy = (
+                "declare that layout in the contract of its boundary or parameter, "
+                "or redistribute it explicitly"
+            )
+        raise operator_error(plan.call.operator, what, plan.call.layouts, remedy=remedy)
     return move(step.transition, local, step.origin)
 
 

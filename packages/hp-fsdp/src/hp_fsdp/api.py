@@ -230,8 +230,11 @@ def _check_arguments(
         isinstance(given, set | frozenset | list | tuple)
         and all(isinstance(each, nn.Parameter) for each in given)
     ):
+        held = given if isinstance(given, set | frozenset | list | tuple) else ()
+        wrong = [type(each).__name__ for each in held if not isinstance(each, nn.Parameter)]
         raise ShardingError(
-            f"ignored_params must be a set of nn.Parameter or None, found {type(given).__name__}; "
+            f"ignored_params must be a set of nn.Parameter or None, found {type(given).__name__}"
+            f"{f' with a {wrong[0]}' if wrong else ''}; "
             "pass {module.weight}, the objects themselves, not names"
         )
 

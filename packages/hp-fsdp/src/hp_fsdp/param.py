@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from hp_dtensor.dtensor import DTensor
-from hp_dtensor.layout import attach_layout, layout_of
+from hp_dtensor.layout import attach_layout
 from hp_fsdp.cut import AnyCut, partial_gradient_layout, sharded_layout
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
@@ -25,7 +25,8 @@ CALL_ADVICE = (
     "these parameters are under fully_shard and whole only inside forward. Call the module itself, "
     "module(...), rather than module.forward(...); for other methods that compute, call "
     "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard. To load full "
-    "values, call hp_fsdp.load_full_state_dict(module, state)"
+    "values, call hp_fsdp.load_full_state_dict(module, state); to compute with a shard and a full "
+    "tensor outside forward, cut that one alike by hp_dtensor.distribute_tensor"
 )
 """Shown where a shard meets a plain tensor."""
 
@@ -152,10 +153,17 @@ class ShardedParameter:
     def _checked_replacement(self, found: nn.Parameter | None) -> nn.Parameter:
         layout = found.layout if isinstance(found, DTensor) else None
         if found is None or layout is None or layout.abstract != self.layout.abstract:
-            kind = "nothing" if found is None else f"{type(found).__name__} {layout_of(found)}"
+            kind = (
+                "nothing"
+                if found is None
+                else f"a DTensor with {layout}"
+                if layout is not None
+                else f"a plain {type(found).__name__} of shape {tuple(found.shape)}"
+            )
             raise ShardingError(
                 f"parameter {self.name!r} was replaced by {kind}; expected a DTensor with "
-                f"{self.layout}. Load values into the sharded parameter instead"
+                f"{self.layout}. Load values into the sharded parameter instead, with "
+                "load_state_dict or hp_fsdp.load_full_state_dict"
             )
         self._mark(found)
         return found
