@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hp_platform import MeshAxis, Origin, PeerError, all_gather, reduce_scatter
+from hp_platform import AgreementError, MeshAxis, Origin, PeerError, all_gather, reduce_scatter
 from hp_platform.peer_memory import SWITCH, _timeout_of, peer_memory, share_memory
 from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
@@ -80,8 +80,18 @@ def test_lent_tensors_give_what_sent_ones_do(world):
             handle = reduce_scatter(torch.ones(2 * world), axis, lends=True)
         assert handle.wait().tolist() == [world, world]
         handle.wait_for_readers()
+        if (
+            world == 2
+        ):  # one rank waits, in the program's own call, for the other, which waits for it
+            crossed = all_gather(torch.ones(1), axis, lends=True)
+            if rank == 0:
+                crossed.wait()
+                crossed.wait_for_readers()
+                dist.send(torch.ones(1), 1)
+            else:
+                dist.recv(torch.empty(1), 0)
         uneven = all_gather(torch.ones(2 + rank), axis, lends=True)
-        with pytest.raises(PeerError, match=rf"bytes, this rank's has {4 * (2 + rank)}"):
+        with pytest.raises(AgreementError, match=rf"bytes, this rank's has {4 * (2 + rank)}"):
             uneven.wait()
 
     run_ranks(body, world)

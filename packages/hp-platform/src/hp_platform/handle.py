@@ -24,7 +24,7 @@ from hp_platform.ledger import (
     enter_wait,
 )
 from hp_platform.lookout import difference_behind
-from hp_platform.peer_memory import Lent
+from hp_platform.peer_memory import Lent, UnequalLengthsError
 from hp_platform.traffic import Parts
 
 T = TypeVar("T")
@@ -270,6 +270,8 @@ def refuse(operation: str, axis: MeshAxis, origin: Origin, problem: str) -> NoRe
 
 def peer_error(operation: str, axis: MeshAxis, origin: Origin, error: RuntimeError) -> HPError:
     """The error of a collective that failed underneath."""
+    if isinstance(error, UnequalLengthsError):
+        return AgreementError(f"{where(operation, axis, origin)}: {error}")
     difference = difference_behind(axis)
     if difference is not None:
         return AgreementError(f"rank {axis.global_rank}: {difference}")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from hp_platform.direct import break_off
 from hp_platform.notices import BEGUN, FirstNotice, find, leave
-from hp_platform.peer_memory import memory_of_group
+from hp_platform.peer_memory import memory_of_group, read_for_peers
 from hp_platform.store import OwnConnection, default_store
 from hp_platform.trail import Step, Trail, trails
 from hp_platform.watch import FIRST_FAILURE, pause
@@ -68,6 +68,7 @@ class _Lookout(threading.Thread):
         length = _FIRST
         while not self._over.wait(pause(length)):
             length = min(2 * length, _LONGEST)
+            read_for_peers()
             # The store, or a group, may end before this process does.
             try:
                 store = self._connection.store()

@@ -68,6 +68,10 @@ class _Vector(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
+class UnequalLengthsError(RuntimeError):
+    """Ranks lend tensors of different lengths to one call."""
+
+
 class PeerMemory:
     """What the ranks of one group have posted to one another.
 
@@ -133,7 +137,8 @@ class PeerMemory:
             # Not before: whoever waits for this call must not take it for read.
             del self._unread[number]
 
-    def _read_what_has_come(self) -> None:
+    def read_what_has_come(self) -> None:
+        """Reads for all calls that peers have posted and this rank has not waited for yet."""
         for number, unread in list(self._unread.items()):
             posted = (
                 self._is_posted(number, peer, unread.tag)
@@ -163,8 +168,9 @@ class PeerMemory:
         self._wait(self._posts, place, number + 1, peer, tag)
         found = self._posts[place + 3]
         if found != length:
-            raise RuntimeError(
-                f"the tensor of coordinate {peer} has {found} bytes, this rank's has {length}"
+            raise UnequalLengthsError(
+                f"the tensor of coordinate {peer} has {found} bytes, this rank's has {length}; "
+                "sizes, dtypes and policies must be the same on all ranks"
             )
         return self._posts[place + 2]
 
@@ -220,7 +226,7 @@ class PeerMemory:
                 elif looks % _LOOKS == 0:
                     self._check(peer, time.monotonic() - begun)
                 if looks % _HELPS == 0:
-                    self._read_what_has_come()
+                    self.read_what_has_come()
                 time.sleep(_PAUSE)
             looks += 1
 
@@ -355,6 +361,19 @@ def peer_memory(axis: MeshAxis) -> PeerMemory | None:
     """That of the axis's group, if `share_memory` has been called for it and has found a way."""
     group = axis.process_group
     return memory_of_group(group) if isinstance(group, dist.ProcessGroup) else None
+
+
+def read_for_peers() -> None:
+    """Reads, on any thread, what peers of any group may be waiting for this rank to read.
+
+    This rank may itself wait for them, in a way that is not known here: in a call of the program's
+    own.
+    """
+    for memory in list(_known.values()):
+        if memory is not None:
+            # The thread that waits for the call meets the same error.
+            with contextlib.suppress(RuntimeError):
+                memory.read_what_has_come()
 
 
 def memory_of_group(group: dist.ProcessGroup) -> PeerMemory | None:

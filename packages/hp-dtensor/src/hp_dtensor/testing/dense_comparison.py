@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils import _pytree as pytree
 
 from hp_dtensor.dtensor import DTensor
+from hp_dtensor.errors import ContractError
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import Placement, is_partial
 from hp_dtensor.rules.engine import OperatorError
@@ -35,7 +36,7 @@ _RULE_IS_WRONG = "a fault of the operator's rule"
 
 @frozen
 class Refused:
-    """The call was refused; `reason` is the OperatorError's text."""
+    """The call was refused; `reason` is the error's text."""
 
     reason: str
 
@@ -149,7 +150,7 @@ def _outcome(stage: Callable[[], None]) -> Refused | str | None:
     """A stage's failure as a value that can be sent."""
     try:
         stage()
-    except OperatorError as error:
+    except (OperatorError, ContractError) as error:
         text = str(error)
         return text if _RULE_IS_WRONG in text else Refused(text)
     except AssertionError as error:
