@@ -53,8 +53,10 @@ _YIELDS = 3
 """How often this rank lets others run before it sleeps between two looks."""
 _PAUSE = 50e-6
 """Seconds between two looks at a number that has not come."""
-_LOOKS = 2000
-"""Looks between two at whether the peer is alive: about a quarter of a second."""
+_LOOK = 0.25
+"""Seconds between two looks at whether the peer is alive."""
+_LATE, _LONGEST_PAUSE = 1 / 64, 0.02
+"""What part of a wait a pause may be, and seconds."""
 _HELPS = 16
 """Looks between two at whether anything else can be read meanwhile."""
 _BLOCK = 1 << 18
@@ -214,21 +216,24 @@ class PeerMemory:
     def _wait(
         self, numbers: memoryview, place: int, number: int, peer: int, tag: int | None = None
     ) -> None:
-        looks, begun = 0, 0.0
+        looks, begun, looked = 0, 0.0, 0.0
         while numbers[place] < number or (tag is not None and numbers[place + 1] != tag):
-            if looks < _YIELDS:
-                os.sched_yield()
-            else:
-                if self.broken is not None:
-                    raise RuntimeError(self.broken)
-                if looks == _YIELDS:
-                    begun = time.monotonic()
-                elif looks % _LOOKS == 0:
-                    self._check(peer, time.monotonic() - begun)
-                if looks % _HELPS == 0:
-                    self.read_what_has_come()
-                time.sleep(_PAUSE)
             looks += 1
+            if looks <= _YIELDS:
+                os.sched_yield()
+                continue
+            if self.broken is not None:
+                raise RuntimeError(self.broken)
+            now = time.monotonic()
+            begun = begun or now
+            waited = now - begun
+            if waited - looked > _LOOK:
+                looked = waited
+                self._check(peer, waited)
+            if looks % _HELPS == 0 or waited > _LOOK:
+                self.read_what_has_come()
+            # Late by a small part of the wait at most, and a long one costs no computing time.
+            time.sleep(min(max(_PAUSE, waited * _LATE), _LONGEST_PAUSE))
 
     def _check(self, peer: int, waited: float) -> None:
         poll = select.poll()
