@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hp_dtensor.alike import UPDATES, update_alike
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.foreach import foreach, fused_update, is_foreach, is_fused_update, unscale
 from hp_dtensor.implicit import allowed
@@ -56,22 +57,21 @@ def _on_local(name: str) -> Handler:
 
 
 def _getter(descriptor: Any) -> Handler:
+    from hp_dtensor.dtensor import DTensor
+
     name = descriptor.__name__
+    if name in _own_names(DTensor):
+        return lambda self, *_: getattr(self, name)
+    if name in _OF_WRAPPER:
+        return _on_wrapper(lambda self, *_: descriptor.__get__(self))
 
-    def handler(self: Any, *_: Any) -> Any:
-        from hp_dtensor.dtensor import DTensor
-
-        if name in _own_names(DTensor):
-            return getattr(self, name)
-        if name in _OF_WRAPPER:
-            with torch._C.DisableTorchFunctionSubclass():
-                return descriptor.__get__(self)
+    def refuse(*_: Any) -> Any:
         raise OperatorError(
             f"{name}: a DTensor does not have this property. Remedy: read it from to_local() or "
             "full_tensor()."
         )
 
-    return handler
+    return refuse
 
 
 def _setter(descriptor: Any) -> Handler:
@@ -233,6 +233,9 @@ def _handlers() -> Mapping[Any, Handler]:
     table[torch.autograd.backward] = _backward
     table[torch.stack] = _stack
     table[torch.Tensor.copy_] = _copy
+    for name in UPDATES:
+        update = getattr(torch.Tensor, name)
+        table[update] = update_alike(update)
     table[torch._amp_foreach_non_finite_check_and_unscale_] = unscale
     return MappingProxyType(table)
 

@@ -297,7 +297,7 @@ def _run(
     if plan.rule.views and not torch.is_grad_enabled():
         result = _outside_graph(result)
     wrapped = _wrap(recipe.outputs, result, found, given)
-    if recipe.copies or (plan.rule.views and getattr(found[0], _COPY, None)):
+    if recipe.copies or (plan.rule.views and getattr(found[0], COPY, None)):
         _mark_copies(wrapped, plan.call.operator)
     return wrapped
 
@@ -311,20 +311,20 @@ def _outside_graph(result: Any) -> Any:
     return type(result)(made)
 
 
-_COPY = "_hp_copy"
+COPY = "_hp_copy"
 """Attribute of a DTensor that is a copy where torch gives a view: the operator that made it."""
 
 
 def _mark_copies(result: Any, operator: str) -> None:
     for each in result if isinstance(result, tuple | list) else (result,):
         if isinstance(each, Tensor):
-            setattr(each, _COPY, operator)
+            setattr(each, COPY, operator)
 
 
 def _refuse_copies(plan: Plan, found: Sequence[Tensor]) -> None:
     """A write into what should have been a view would be lost."""
     for index in plan.call.targets:
-        made_by = getattr(found[index], _COPY, None)
+        made_by = getattr(found[index], COPY, None)
         if made_by is not None:
             raise operator_error(
                 plan.call.operator,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate
 
+from hp_dtensor.alike import foreach_alike
 from hp_dtensor.dispatch import local_operands, make, plan_for
 from hp_dtensor.layout import Layout
 from hp_dtensor.operator_plan import Plan
@@ -46,6 +47,9 @@ def foreach(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     name = function.__name__[len(_PREFIX) :]
     if name == "norm":
         return _norms(*args, **kwargs)
+    result = foreach_alike(function, name, args, kwargs)
+    if result is not NotImplemented:
+        return result
     rule = rule_named(name) or rule_named(name.rstrip("_"))
     if rule is None:
         raise OperatorError(

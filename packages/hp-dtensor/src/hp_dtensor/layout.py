@@ -221,6 +221,11 @@ class Layout:
         """Mesh axes whose placement is Partial."""
         return tuple(i for i, p in enumerate(self.placements) if is_partial(p))
 
+    @cached_property
+    def has_sums(self) -> bool:
+        """The value, or its gradient, is a pending sum on some mesh axis."""
+        return any(is_partial(p) for p in (*self.placements, *self.grad_placements))
+
     def with_placements(
         self,
         placements: Iterable[Placement],
@@ -243,7 +248,9 @@ class Layout:
     @cached_property
     def of_gradient(self) -> Layout:
         """Where a gradient is: the gradient placements as placements of a value."""
-        return self.with_placements(self.grad_placements)
+        made = self.with_placements(self.grad_placements)
+        # Usually the same; one object is found equal to itself faster.
+        return self if made == self else made
 
     def with_shape(self, shape: Iterable[int]) -> Layout:
         """The same placements for a tensor of another global shape."""

@@ -115,6 +115,11 @@ class Wrapper(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return self._local.device
 
+    # Optimizers ask at every step.
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return False
+
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
