@@ -1,5 +1,8 @@
 """Sharded parameters: their layouts, their memory, and tensor parallelism underneath."""
 
+import copy
+import os
+
 import pytest
 import torch
 from drawn_model import Entered, Summed
@@ -16,10 +19,14 @@ from hp_dtensor import (
     StridedShard,
     attach_layout,
 )
-from hp_fsdp import ShardingError, fully_shard
+from hp_dtensor.mesh import mesh_axis
+from hp_fsdp import MixedPrecisionPolicy, ShardingError, fully_shard
+from hp_fsdp.piecewise_bucket import PiecewiseBucket
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
 from hp_platform import MeshAxis, ledger, reduce_scatter
 from hp_platform.buffers import aligned_empty
+from hp_platform.lent_pieces import piecewise_reduce_scatter
+from hp_platform.meeting import SWITCH, share_memory
 from hp_platform.repeatable import repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
 
@@ -265,6 +272,7 @@ def test_gradients_are_sent_from_where_autograd_accumulated_them(monkeypatch, co
     sent = []
 
     def body(rank):
+        os.environ[SWITCH] = "0"  # where peers read them there is no place
         seen_scatters(monkeypatch, sent.append)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))  # uneven rows
@@ -291,6 +299,61 @@ def test_gradients_are_sent_from_where_autograd_accumulated_them(monkeypatch, co
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("comm_policy", ["per_parameter", "shared_buffer"])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_gradients_are_read_where_autograd_left_them(monkeypatch, comm_policy, reduce_dtype):
+    def body(rank):
+        lent = []
+
+        def seen(*description):
+            call = piecewise_reduce_scatter(*description)
+
+            def scatter(pieces, *rest):
+                lent.extend(each.data_ptr() for each in pieces if each is not None)
+                return call(pieces, *rest)
+
+            return scatter
+
+        monkeypatch.setattr("hp_fsdp.piecewise_bucket.piecewise_reduce_scatter", seen)
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(3, 3))  # uneven rows
+        dense = copy.deepcopy(model)
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        fully_shard(model, mesh=mesh, comm_policy=comm_policy, mp_policy=policy)
+        if not share_memory(mesh_axis(mesh, 0)):
+            return False
+        left, take = {}, PiecewiseBucket._take
+
+        def remember(bucket):
+            found = [p for p in bucket.parameters if p.full.grad is not None]
+            left.update({p.name: p.full.grad.data_ptr() for p in found})
+            return take(bucket)
+
+        monkeypatch.setattr(PiecewiseBucket, "_take", remember)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank))
+        for steps in (1, 3):
+            lent.clear()
+            for step in range(steps):
+                model.set_requires_gradient_sync(step == steps - 1)
+                model(x).square().sum().backward()
+            if reduce_dtype is None:
+                assert sorted(lent) == sorted(left.values())
+            for each in range(2):
+                y = torch.randn(4, 6, generator=torch.Generator().manual_seed(each))
+                for _ in range(steps):
+                    dense(y).square().sum().backward()
+            for (name, p), q in zip(model.named_parameters(), dense.parameters()):
+                torch.testing.assert_close(p.grad.full_tensor(), q.grad / 2, msg=name)
+            model.zero_grad()
+            dense.zero_grad()
+        return True
+
+    if not all(run_ranks(body, 2)):
+        pytest.skip("this system lets no process read another's memory")
+
+
+@pytest.mark.ranks
 def test_padding_travels_as_zeros(monkeypatch):
     def poisoned(numel, dtype, device):
         return aligned_empty(numel, dtype, device).fill_(float("nan"))
@@ -298,6 +361,7 @@ def test_padding_travels_as_zeros(monkeypatch):
     sent = []
 
     def body(rank):
+        os.environ[SWITCH] = "0"
         monkeypatch.setattr("hp_fsdp.bucket.aligned_empty", poisoned)
         monkeypatch.setattr("hp_fsdp.packed_bucket.aligned_empty", poisoned)
         seen_scatters(monkeypatch, lambda tensor: sent.append(tensor.clone()))

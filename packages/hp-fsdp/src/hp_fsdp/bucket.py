@@ -11,7 +11,7 @@ it is read where autograd left it. Only parameters that are cut along a dim that
 from __future__ import annotations
 
 from collections.abc import Callable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -85,8 +85,7 @@ class Bucket:
         self._known_scatters = WeakKeyDictionary()
         self._scratch: Memory | None = None
         if data.shard.device.type == "cpu" and data.shard.size > 1 and self.part:
-            others = self.gathered_numel - self.part
-            self._scratch = memory.scratch.reserve(others, self.reduce_dtype)
+            self._scratch = memory.scratch.reserve(self._scratch_numel, self.reduce_dtype)
         self._on_gradient: Callable[[ShardedParameter], None] | None = None
         self._gathering = Gathering()
         device = torch.device("meta") if first.is_meta else self._home
@@ -164,8 +163,7 @@ class Bucket:
             for parameter in self.parameters:
                 parameter.full = None
         if self._scratch is not None and self._scratch.dtype != self.reduce_dtype:
-            others = self.gathered_numel - self.part
-            self._scratch = FullBuffer(others, self.reduce_dtype, device)
+            self._scratch = FullBuffer(self._scratch_numel, self.reduce_dtype, device)
         if self._accumulated is not None:
             self._accumulated = self._accumulated.to(self.reduce_dtype)
 
@@ -193,7 +191,11 @@ class Bucket:
             Whether something about the parameters may have changed since the last one.
         """
         self.take_back()
-        changed = not all(map(ShardedParameter.is_as_gathered, self.parameters, self._addresses))
+        storage = self.storage
+        changed = not all(
+            parameter.is_as_gathered(address, storage)
+            for parameter, address in zip(self.parameters, self._addresses)
+        )
         if changed:
             self._prepare()
         for parameter in self.parameters:
@@ -306,14 +308,18 @@ class Bucket:
         self._on_gradient = callback
 
     def _hook_gradient(self, parameter: ShardedParameter) -> None:
-        full, callback = parameter.full, self._on_gradient
+        full = parameter.full
         assert full is not None
-        if callback is None or not full.requires_grad or hasattr(full, _HOOKED):
+        if self._on_gradient is None or not full.requires_grad or hasattr(full, _HOOKED):
             return
+        # Python's collector does not see what such a hook holds: the bucket would live for ever.
+        bucket, place = ref(self), self.parameters.index(parameter)
 
         def finished(_: Tensor) -> None:
-            self.has_gradients = True
-            callback(parameter)
+            alive = bucket()
+            if alive is not None and alive._on_gradient is not None:
+                alive.has_gradients = True
+                alive._on_gradient(alive.parameters[place])
 
         full.register_post_accumulate_grad_hook(finished)
         setattr(full, _HOOKED, True)
@@ -472,6 +478,11 @@ class Bucket:
     def _packed(self, gradients: Tensor) -> Tensor:
         """The gradients as the reduce-scatter takes them."""
         return gradients
+
+    @property
+    def _scratch_numel(self) -> int:
+        """Elements of others' gradients that are received before they are added."""
+        return self.gathered_numel - self.part
 
     def _hold_scratch(self, pages: PagePool) -> Memory | None:
         """Memory to receive others' gradients in, where backends need it."""

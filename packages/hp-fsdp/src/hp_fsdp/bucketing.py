@@ -9,6 +9,7 @@ from hp_fsdp.cut import Cut, Uncut
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.offload import Offload
 from hp_fsdp.packed_bucket import PackedBucket
+from hp_fsdp.piecewise_bucket import PiecewiseBucket, can_lend
 from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.schedule import Journey
 from hp_fsdp.unit_memory import UnitMemory
@@ -31,5 +32,7 @@ def make_buckets(
             kind = WholeBucket
         elif isinstance(cut, Cut) and not cut.is_leading:
             kind = PackedBucket
+        elif can_lend(data) and journey.part:
+            kind = PiecewiseBucket
         buckets.append(kind(journey, data, policy, memory, offload))
     return buckets

@@ -203,16 +203,21 @@ class ShardedParameter:
         """The values of the shard are being gathered."""
         self._gathered_version = self.local._version
 
-    def is_as_gathered(self, address: int) -> bool:
+    def is_as_gathered(self, address: int, storage: Tensor) -> bool:
         """Whether a gather needs no preparation: the modules hold the shard, or the form made from
-        it, the shard lies at `address`, and it trains or does not train as the form does."""
+        it, the shard lies in `storage`, at `address`, and it trains or does not train as the form
+        does."""
         owner, shard, full = self.owners[0], self.sharded, self.full
         registered = owner.module._parameters[owner.name]
         if full is None or (registered is not shard and registered is not self.shown):
             return False
         leaf = self.local
-        there = address != 0 and leaf.data_ptr() == address
-        return there and leaf.requires_grad == full.requires_grad
+        if leaf.data_ptr() != address or leaf.requires_grad != full.requires_grad:
+            return False
+        # Empty shards lie nowhere, and shards on the meta device too.
+        return address != 0 or (
+            leaf.numel() == 0 and leaf.dtype == storage.dtype and leaf.device == storage.device
+        )
 
     def is_stale(self, address: int) -> bool:
         """The shard, which lay at `address`, has been written to or moved since it was gathered."""

@@ -1,0 +1,153 @@
+"""The bucket whose gradients peers read where autograd has left them.
+
+There is no place that gradients are brought together in, unless their type changes on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hp_fsdp.bucket import Bucket
+from hp_fsdp.cut import AnyCut, SharedCut
+from hp_fsdp.data_mesh import DataMesh
+from hp_fsdp.offload import Offload
+from hp_fsdp.pages import PagePool
+from hp_fsdp.policies import MixedPrecisionPolicy
+from hp_fsdp.scatter import Scatter
+from hp_fsdp.schedule import Journey
+from hp_fsdp.unit_memory import UnitMemory
+from hp_platform import Origin
+from hp_platform.buffers import aligned_empty
+from hp_platform.lent_pieces import (
+    SCRATCH_BYTES,
+    PieceLayout,
+    PiecewiseReduceScatter,
+    piecewise_reduce_scatter,
+)
+from hp_platform.peer_memory import peer_memory
+
+
+def can_lend(data: DataMesh) -> bool:
+    """Whether the ranks of the shard axis read one another's memory."""
+    return peer_memory(data.shard) is not None
+
+
+class PiecewiseBucket(Bucket):
+    """Gradients travel from where they are, each rank reading its share of each."""
+
+    def __init__(
+        self,
+        journey: Journey,
+        data: DataMesh,
+        policy: MixedPrecisionPolicy,
+        memory: UnitMemory,
+        offload: Offload | None = None,
+    ) -> None:
+        super().__init__(journey, data, policy, memory, offload)
+        self._pieces = PieceLayout(
+            tuple(c.offset if isinstance(c, SharedCut) else 0 for c in journey.cuts),
+            tuple(cut.numel for cut in journey.cuts),
+            self.gathered_numel,
+        )
+        # Gradients of earlier micro-steps, until backward comes here again.
+        self._kept: list[Tensor | None] | None = None
+        self._scatterings: dict[torch.dtype, PiecewiseReduceScatter | None] = {}
+
+    def _chooses_place(self, cut: AnyCut) -> bool:
+        return False
+
+    @property
+    def _scratch_numel(self) -> int:
+        return min(super()._scratch_numel, SCRATCH_BYTES // self.reduce_dtype.itemsize)
+
+    def make_room(self, pages: PagePool) -> None:
+        """Has autograd add to the gradients of earlier micro-steps."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return
+        for index, (parameter, gradient) in enumerate(zip(self.parameters, kept)):
+            full = parameter.full
+            if full is None or gradient is None or not full.requires_grad:
+                continue
+            if full.grad is None:
+                full.grad = gradient.view(full.shape)
+                kept[index] = None
+        if any(gradient is not None for gradient in kept):
+            self._kept = kept
+
+    def _take(self) -> list[Tensor | None]:
+        """Takes autograd's gradients, with those of earlier micro-steps, flat."""
+        taken: list[Tensor | None] = []
+        kept, self._kept = self._kept, None
+        for index, parameter in enumerate(self.parameters):
+            earlier = None if kept is None else kept[index]
+            gradient = None if parameter.full is None else parameter.full.grad
+            if gradient is not None:
+                assert parameter.full is not None
+                parameter.full.grad = None
+                gradient = _flat(gradient)
+                earlier = gradient if earlier is None else earlier.add_(gradient)
+            taken.append(earlier)
+        self.has_gradients = False
+        return taken
+
+    def accumulate(self, pages: PagePool) -> None:
+        """As `Bucket.accumulate`; nothing is moved unless its type changes."""
+        if not self.has_gradients:
+            return
+        taken = self._take()
+        self.has_gradients = True
+        if self._accumulated is None and self.reduce_dtype == self.compute_dtype:
+            self._kept = taken
+        else:
+            self._accumulated = self._sum_of(taken)
+
+    def drop_room(self, pages: PagePool) -> None:
+        """Nothing: autograd was given no place."""
+
+    def forget(self, pages: PagePool) -> None:
+        """As `Bucket.forget`."""
+        self._take()
+        self._accumulated = None
+
+    def scatter(self, output: Tensor, pages: PagePool, origin: Origin) -> Scatter:
+        """As `Bucket.scatter`."""
+        pieces: Sequence[Tensor | None] = self._take()
+        if self._accumulated is not None or self.reduce_dtype != self.compute_dtype:
+            total = self._sum_of(pieces)
+            self._accumulated = None
+            pieces = [self._full_view(p, total).view(-1) for p in self.parameters]
+        scratch = self._hold_scratch(pages)
+        place = output.new_empty(self._scratch_numel) if scratch is None else scratch.data
+        handle = self._scattering(self.reduce_dtype)(pieces, output, place, origin)
+        return Scatter(handle, None, scratch, self._recycle)
+
+    def _scattering(self, dtype: torch.dtype) -> PiecewiseReduceScatter:
+        found = self._scatterings.get(dtype)
+        if found is None:
+            found = piecewise_reduce_scatter(self._pieces, dtype, self._data.shard)
+            assert found is not None
+            self._scatterings[dtype] = found
+        return found
+
+    def _sum_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Everything accumulated so far, flat, in the type of the reduction."""
+        total = self._accumulated
+        if total is None:
+            total = aligned_empty(self._full_numel, self.reduce_dtype, self._data.shard.device)
+            total.zero_()
+        for parameter, gradient in zip(self.parameters, gradients):
+            if gradient is not None:
+                self._full_view(parameter, total).view(-1).add_(gradient)
+        return total
+
+
+def _flat(gradient: Tensor) -> Tensor:
+    """A gradient as peers read it: outside the graph, dense and contiguous."""
+    dense = gradient.detach()
+    if dense.layout is not torch.strided:
+        dense = dense.to_dense()
+    return dense.contiguous().view(-1)
