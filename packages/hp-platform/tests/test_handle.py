@@ -1,5 +1,6 @@
 """What a handle promises when things go wrong, across threads and in inference mode."""
 
+import gc
 import threading
 
 import pytest
@@ -16,9 +17,11 @@ from hp_platform import (
     all_reduce,
     all_reduce_fused,
     exchange,
+    ledger,
     reduce_scatter,
 )
-from hp_platform.handle import Handle
+from hp_platform.handle import NOBODY, Handle, issue
+from hp_platform.ledger import _Entry
 from hp_platform.testing import run_ranks
 
 AXIS = MeshAxis(
@@ -99,3 +102,34 @@ def test_a_group_destroyed_with_calls_in_flight_still_delivers_them_and_refuses_
         return found
 
     assert run_ranks(run, 2) == [[[1.0, 1.0], [1.0, 1.0]]] * 2
+
+
+class Cycle:
+    """Holds a handle, and itself: only Python's collector ends it."""
+
+    def __init__(self, handle):
+        self.itself, self.handle = self, handle
+
+
+def test_a_handle_that_is_collected_while_the_ledger_is_read_is_entered_in_it(monkeypatch):
+    record = _Entry.record
+
+    def interrupted(*arguments):
+        gc.collect()
+        return record(*arguments)
+
+    def read():
+        with ledger() as log:
+            gc.disable()
+            start = lambda: [Work()]  # noqa: E731
+            Cycle(issue("all_reduce", AXIS, NOBODY, start, torch.ones(1), 4, ()))
+            monkeypatch.setattr(_Entry, "record", interrupted)
+            found.extend(log.records)
+            gc.enable()
+
+    found = []
+    # A thread of its own, which may be left where it waits for itself.
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(timeout=20)
+    assert [each.completed is not None for each in found] == [True]

@@ -1,5 +1,6 @@
 """Tensors that peers read where they are: results, waits in any order, and what goes wrong."""
 
+import gc
 import os
 import platform
 import sys
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hp_platform import AgreementError, MeshAxis, Origin, PeerError, all_gather, reduce_scatter
-from hp_platform.peer_memory import SWITCH, _timeout_of, peer_memory, share_memory
+from hp_platform.meeting import SWITCH, _timeout_of, share_memory
+from hp_platform.peer_memory import PeerMemory, peer_memory
 from hp_platform.repeatable import repeatable_all_gather, repeatable_reduce_scatter
 from hp_platform.testing import run_ranks
 
@@ -144,3 +146,59 @@ def test_a_peer_that_ends_is_named_by_those_that_wait_for_it(readable):
     with pytest.raises(Exception, match="rank 1") as raised:
         run_ranks(body, 2)
     assert "rank 0" not in str(raised.value).split("---")[0]
+
+
+class Cycle:
+    """Holds a handle, and itself: only Python's collector ends it."""
+
+    def __init__(self, handle):
+        self.itself, self.handle = self, handle
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_call_whose_handle_is_collected_while_it_is_read_is_finished_by_its_reader(
+    readable, monkeypatch, waits
+):
+    read = PeerMemory.read
+
+    def interrupted(*arguments):
+        gc.collect()
+        read(*arguments)
+
+    def body(rank):
+        axis = shared_axis()
+        memory = peer_memory(axis)
+        output = torch.empty(3)
+        gc.disable()
+        # An average: something is left to do when it has been read.
+        Cycle(
+            reduce_scatter(
+                torch.full((6,), 1.0 + 2 * rank), axis, op="avg", output=output, lends=True
+            )
+        )
+        later = all_gather(torch.ones(1), axis, lends=True)
+        monkeypatch.setattr(PeerMemory, "read", interrupted)
+        dist.barrier()
+        if waits:
+            later.wait()
+        memory.read_what_has_come()
+        later.wait()
+        assert output.tolist() == [2.0] * 3
+        later.wait_for_readers()
+        assert not memory._unread
+
+    run_ranks(body, 2, timeout=30)
+
+
+def test_a_call_that_cannot_be_read_is_told_of_to_who_waits_for_it_only(readable):
+    def body(rank):
+        axis = shared_axis()
+        uneven = all_gather(torch.ones(2 + rank), axis, lends=True)
+        even = all_gather(torch.ones(2), axis, lends=True)
+        dist.barrier()
+        peer_memory(axis).read_what_has_come()
+        assert even.wait().tolist() == [1.0] * 4
+        with pytest.raises(AgreementError, match="bytes, this rank's has"):
+            uneven.wait()
+
+    run_ranks(body, 2)

@@ -16,7 +16,7 @@ from hp_dtensor.mesh import mesh_axis
 from hp_fsdp.errors import AssertedError, NotAvailableError, ShardingError
 from hp_platform import MeshAxis, Origin, agree, all_reduce
 from hp_platform.links import Link, link_of
-from hp_platform.peer_memory import share_memory
+from hp_platform.meeting import share_memory
 
 
 @frozen

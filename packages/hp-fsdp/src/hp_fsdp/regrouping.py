@@ -9,7 +9,7 @@ from __future__ import annotations
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import ShardingError
 from hp_fsdp.unit import Unit
-from hp_platform.peer_memory import share_memory
+from hp_platform.meeting import share_memory
 
 
 def checked_reshard(value: object, data: DataMesh) -> bool | int | None:

@@ -25,11 +25,17 @@ from hp_platform.ledger import (
 )
 from hp_platform.lookout import difference_behind
 from hp_platform.peer_memory import Lent, UnequalLengthsError
+from hp_platform.process import Process
 from hp_platform.traffic import Parts
 
 T = TypeVar("T")
 
 NOBODY = Origin("unknown")
+FORKED = (
+    "called in a process that was forked from the rank's own, which shares its process groups but "
+    "none of their threads and connections; call collectives in the rank's process only, or "
+    "spawn the other one and give it a process group of its own"
+)
 
 _logger = logging.getLogger("hp_platform")
 _AS_IT_IS = nullcontext()
@@ -51,6 +57,8 @@ class Handle(Generic[T]):
       reaches the caller's `output` if one was given, and no buffer is used again while the
       backend still works on it. One that is left when the interpreter ends is named as well,
       but no longer waited for.
+    - A process forked meanwhile, such as a loader's worker, has a copy that it can drop, and
+      cannot wait for: the call is its parent's.
 
     Attributes:
         done: whether `wait()` has nothing left to do.
@@ -67,6 +75,7 @@ class Handle(Generic[T]):
         "_lock",
         "_operation",
         "_origin",
+        "_process",
         "_readers",
         "_result",
         "_works",
@@ -95,6 +104,7 @@ class Handle(Generic[T]):
         self._entries = entries
         self._error: Exception | None = None
         self._lock = threading.Lock()
+        self._process = Process.identity
         self._inference = torch.is_inference_mode_enabled()
         self._readers = [work.wait_for_readers for work in works if isinstance(work, Lent)]
 
@@ -106,8 +116,10 @@ class Handle(Generic[T]):
         Raises:
             PeerError: the backend failed, with operation, axis and origin named.
             AgreementError: it failed because ranks issue different collectives.
+            CollectiveError: this process was forked after the call.
         """
         if not self.done:
+            self._refuse_if_forked()
             # A second thread that waits must neither divide an average again nor return before.
             with self._lock:
                 if not self.done:
@@ -115,6 +127,11 @@ class Handle(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._result
+
+    def _refuse_if_forked(self) -> None:
+        # Before the lock: a thread that was not forked may hold it.
+        if self._axis is not None and self._process is not Process.identity:
+            refuse(self._operation, self._axis, self._origin, FORKED)
 
     def _complete(self) -> None:
         if self._entries:
@@ -156,6 +173,8 @@ class Handle(Generic[T]):
         Raises:
             PeerError, AgreementError: as `wait()`.
         """
+        if self._readers:
+            self._refuse_if_forked()
         try:
             for wait in self._readers:
                 wait()
@@ -182,7 +201,7 @@ class Handle(Generic[T]):
         return f"<Handle {self._operation} {state}, asked by {self._origin}>"
 
     def __del__(self) -> None:
-        if self.done or self._axis is None:
+        if self.done or self._axis is None or self._process is not Process.identity:
             return
         dropped = f"the handle of {where(self._operation, self._axis, self._origin)} was dropped"
         if sys.is_finalizing():
@@ -195,7 +214,9 @@ class Handle(Generic[T]):
         try:
             warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
         finally:
-            self.wait()
+            # The garbage collector may have interrupted this thread while it reads this very call.
+            if not any(isinstance(w, Lent) and w.after_reading(self.wait) for w in self._works):
+                self.wait()
 
 
 def issue(
@@ -229,6 +250,8 @@ def issue(
     """
     # A group has a trail only if all of its ranks make one: they count groups of a name by them.
     if alike and (trail := axis.trail) is not None:
+        if trail.process is not Process.identity:
+            refuse(operation, axis, origin, FORKED)
         trail.add(operation, origin)
     entries = enter_issue(operation, axis, size, tensors, dtype, origin, parts)
     try:

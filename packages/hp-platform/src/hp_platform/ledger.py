@@ -116,7 +116,8 @@ class Ledger:
     """Records of the collectives issued while it is open; made by `ledger()`."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # The garbage collector may end a call, which is entered, while this thread holds it.
+        self._lock = threading.RLock()
         self._entries: list[_Entry] = []
         self._events: list[Event] = []
         self._marks: list[tuple[str, float]] = []

@@ -84,7 +84,7 @@ class _Lookout(threading.Thread):
 class _Current:
     """What this process has: its thread, made when its first group is used."""
 
-    lock = threading.Lock()
+    lock = threading.RLock()
     thread: _Lookout | None = None
     last_verdict: float = BEGUN
     """When it heard of one, in seconds since the epoch."""

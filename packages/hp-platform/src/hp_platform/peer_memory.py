@@ -17,10 +17,7 @@ import ctypes
 import functools
 import mmap
 import os
-import platform
-import secrets
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -33,17 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hp_platform.errors import PeerError
 from hp_platform.records import Origin
-from hp_platform.store import default_store
-from hp_platform.topology import Tier
-from hp_platform.trail import trail_of
 
 if TYPE_CHECKING:
     from hp_platform.axis import MeshAxis
-
-SWITCH = "HP_PLATFORM_PEER_MEMORY"
-"""Environment variable: "0" on any rank has all shares of its groups travel by their backend."""
 
 _RING = 64
 """Calls of a group that may be in use at one time; more wait for their readers."""
@@ -59,9 +49,8 @@ _LATE, _LONGEST_PAUSE = 1 / 64, 0.02
 """What part of a wait a pause may be, and seconds."""
 _HELPS = 16
 """Looks between two at whether anything else can be read meanwhile."""
-_BLOCK = 1 << 18
+BLOCK = 1 << 18
 """Bytes that are read and added at a time: they stay in a core's own cache in between."""
-_COOKIE = 16
 
 
 class _Vector(ctypes.Structure):
@@ -72,6 +61,11 @@ class _Vector(ctypes.Structure):
 
 class UnequalLengthsError(RuntimeError):
     """Ranks lend tensors of different lengths to one call."""
+
+
+def board_length(size: int) -> int:
+    """Bytes of the memory that the ranks of a group of `size` map."""
+    return 8 * size * _RING * (_FIELDS + size)
 
 
 class PeerMemory:
@@ -88,16 +82,17 @@ class PeerMemory:
         self.rank, self.size = rank, len(processes)
         self.broken: str | None = None
         self._processes = processes
-        self._alive = [
-            -1 if peer == rank else os.pidfd_open(process) for peer, process in enumerate(processes)
-        ]
+        # One after another: what has been opened is closed where the next one is refused.
+        self._alive: list[int] = []
+        for peer, process in enumerate(processes):
+            self._alive.append(-1 if peer == rank else os.pidfd_open(process))
         self._timeout = timeout
         numbers = memoryview(board).cast("Q")
         posts = self.size * _RING * _FIELDS
         self._posts, self._reads = numbers[:posts], numbers[posts:]
         self._count = 0
         # What peers may still read, which must not be freed, whoever has dropped it.
-        self._lent: list[tuple[int, Tensor] | None] = [None] * _RING
+        self._lent: list[tuple[int, object] | None] = [None] * _RING
         self._unread: dict[int, Unread] = {}
 
     def __del__(self) -> None:
@@ -105,20 +100,22 @@ class PeerMemory:
             if descriptor >= 0:
                 os.close(descriptor)
 
-    def post(self, tag: int, tensor: Tensor) -> int:
-        """Tells all peers where this rank's tensor of the next call lies; returns its number.
+    def post(self, tag: int, address: int, nbytes: int, lent: object) -> int:
+        """Tells all peers where this rank's part of the next call lies; returns its number.
 
         Args:
-            tag: what the peers' tensors of this call have, too.
+            tag: what the peers' parts of this call have, too.
+            nbytes: the size of the call, the same on all ranks.
+            lent: what must live until all peers have read it.
         """
         number = self._count
         if self._lent[number % _RING] is not None:
             self.wait_for_readers(number - _RING)
         self._count = number + 1
-        self._lent[number % _RING] = (number, tensor)
+        self._lent[number % _RING] = (number, lent)
         place = (self.rank * _RING + number % _RING) * _FIELDS
-        self._posts[place + 1], self._posts[place + 2] = tag, tensor.data_ptr()
-        self._posts[place + 3] = tensor.nbytes
+        self._posts[place + 1], self._posts[place + 2] = tag, address
+        self._posts[place + 3] = nbytes
         self._posts[place] = number + 1
         return number
 
@@ -132,16 +129,39 @@ class PeerMemory:
         if unread is not None:
             with unread.lock:
                 self._read(number, unread)
+            unread.make_calls()
 
     def _read(self, number: int, unread: Unread) -> None:
         if number in self._unread:
-            unread.read()
+            unread.reader = threading.get_ident()
+            try:
+                unread.read()
+            finally:
+                unread.reader = 0
             # Not before: whoever waits for this call must not take it for read.
             del self._unread[number]
 
+    def after_reading(self, number: int, call: Callable[[], object]) -> bool:
+        """Makes `call` when this thread has read a call that it is reading at this moment.
+
+        So may be what the garbage collector interrupts: it must not wait for that to end.
+
+        Returns:
+            Whether this thread is reading it.
+        """
+        unread = self._unread.get(number)
+        if unread is None or unread.reader != threading.get_ident():
+            return False
+        unread.afterwards.append(call)
+        return True
+
     def read_what_has_come(self) -> None:
-        """Reads for all calls that peers have posted and this rank has not waited for yet."""
-        for number, unread in list(self._unread.items()):
+        """Reads for all calls that peers have posted and this rank has not waited for yet.
+
+        What cannot be read is left to whoever waits for the call.
+        """
+        # A copy is made in one piece: the garbage collector may end calls meanwhile.
+        for number, unread in self._unread.copy().items():
             posted = (
                 self._is_posted(number, peer, unread.tag)
                 for peer in range(self.size)
@@ -150,9 +170,11 @@ class PeerMemory:
             # The call that this thread waits for, or another one reads, is locked.
             if all(posted) and unread.lock.acquire(blocking=False):
                 try:
-                    self._read(number, unread)
+                    with contextlib.suppress(RuntimeError):
+                        self._read(number, unread)
                 finally:
                     unread.lock.release()
+                unread.make_calls()
 
     def _is_posted(self, number: int, peer: int, tag: int) -> bool:
         place = (peer * _RING + number % _RING) * _FIELDS
@@ -250,17 +272,26 @@ class PeerMemory:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Unread:
     """A call of which the peers' tensors have not been read.
 
     Attributes:
         lock: held by the thread that reads them.
+        reader: that thread; 0 while there is none.
+        afterwards: to be called by it, without the lock.
     """
 
     tag: int
     read: Callable[[], None]
     lock: threading.Lock = field(default_factory=threading.Lock)
+    reader: int = 0
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+
+    def make_calls(self) -> None:
+        """Makes the calls that are due; whoever waits otherwise is told what went wrong."""
+        while self.afterwards:
+            self.afterwards.pop()()
 
 
 @dataclass(frozen=True)
@@ -273,6 +304,10 @@ class Lent:
     def wait(self) -> None:
         """Reads the peers' tensors."""
         self.memory.finish(self.number)
+
+    def after_reading(self, call: Callable[[], object]) -> bool:
+        """As `PeerMemory.after_reading`."""
+        return self.memory.after_reading(self.number, call)
 
     def wait_for_readers(self) -> None:
         """Returns when no peer reads this rank's tensor any more."""
@@ -293,7 +328,7 @@ def prepare_lent_all_gather(
 
     def start(origin: Origin) -> Lent:
         tag = origin.tag << 1
-        number = memory.post(tag, source)
+        number = memory.post(tag, source.data_ptr(), source.nbytes, source)
         if own.data_ptr() != source.data_ptr():
             own.copy_(source)
 
@@ -326,13 +361,13 @@ def prepare_lent_reduce_scatter(
     rank, length, size = memory.rank, source.numel() // memory.size, source.element_size()
     own = source[rank * length :][:length]
     peers = [peer for peer in range(memory.size) if peer != rank]
-    block = min(_BLOCK // size, length) if scratch is None else min(_BLOCK // size, scratch.numel())
+    block = min(BLOCK // size, length) if scratch is None else min(BLOCK // size, scratch.numel())
     place = source.new_empty(block) if scratch is None else scratch[:block]
     blocks = [(first, min(block, length - first)) for first in range(0, length, block)]
 
     def start(target: Tensor, origin: Origin) -> Lent:
         tag, inference = origin.tag << 1 | 1, torch.is_inference_mode_enabled()
-        number = memory.post(tag, source)
+        number = memory.post(tag, source.data_ptr(), source.nbytes, source)
 
         def read() -> None:
             offset = rank * length * size
@@ -374,11 +409,12 @@ def read_for_peers() -> None:
     This rank may itself wait for them, in a way that is not known here: in a call of the program's
     own.
     """
-    for memory in list(_known.values()):
+    # References are listed in one piece: another thread may make a group meanwhile.
+    for reference in _known.keyrefs():
+        group = reference()
+        memory = None if group is None else _known.get(group)
         if memory is not None:
-            # The thread that waits for the call meets the same error.
-            with contextlib.suppress(RuntimeError):
-                memory.read_what_has_come()
+            memory.read_what_has_come()
 
 
 def memory_of_group(group: dist.ProcessGroup) -> PeerMemory | None:
@@ -386,101 +422,14 @@ def memory_of_group(group: dist.ProcessGroup) -> PeerMemory | None:
     return _known.get(group)
 
 
-def share_memory(axis: MeshAxis) -> bool:
-    """Lets the ranks of an axis read one another's memory where they can; all must call it.
-
-    Calls that lend their tensors then use it: see `all_gather`. It is looked into once a group.
-
-    Returns:
-        Whether they can.
-
-    Raises:
-        PeerError: a rank was not there to be asked.
-    """
-    group = axis.process_group
-    trail = trail_of(axis)
-    if trail is None or not isinstance(group, dist.ProcessGroup):
-        return False
-    if axis.backend != "gloo" or axis.tier is not Tier.FAST or axis.device.type != "cpu":
-        return False
-    if group not in _known:
-        try:
-            _known[group] = _meet(axis, group, f"hp_platform/memory/{trail.key}/{trail.made}")
-        except RuntimeError as error:
-            raise PeerError(
-                f"rank {axis.global_rank}: lost its peers while asking which memory the ranks of "
-                f"mesh axis {axis.name!r} can read; the store says: {error}"
-            ) from error
-    return _known[group] is not None
+def is_known(group: dist.ProcessGroup) -> bool:
+    """Whether the ranks of a group have been asked what they can read."""
+    return group in _known
 
 
-def _meet(axis: MeshAxis, group: dist.ProcessGroup, key: str) -> PeerMemory | None:
-    store, rank, size = default_store(), axis.rank, axis.size
-    cookie = ctypes.create_string_buffer(secrets.token_bytes(_COOKIE), _COOKIE)
-    board: mmap.mmap | None = None
-    descriptor = -1
-    numbers = size * _RING * (_FIELDS + size)
-    own = ""
-    found: PeerMemory | None = None
-    try:
-        if _has_calls() and os.environ.get(SWITCH) != "0":
-            # Peers wait for an answer: where the system refuses, it is no.
-            with contextlib.suppress(OSError):
-                if rank == 0:
-                    descriptor = os.memfd_create("hp_platform")
-                    os.ftruncate(descriptor, 8 * numbers)
-                own = f"{os.getpid()} {ctypes.addressof(cookie)} {cookie.raw.hex()} {descriptor}"
-        store.set(f"{key}/place/{rank}", own)
-        places = [store.get(f"{key}/place/{peer}").decode().split() for peer in range(size)]
-        if all(places):
-            try:
-                board = _board(places, 8 * numbers)
-                processes = [int(place[0]) for place in places]
-                found = PeerMemory(rank, processes, board, _timeout_of(group))
-                _read_cookies(found, places)
-            except (OSError, RuntimeError, ValueError):  # the last by mmap, of a stranger's file
-                found = None
-        # Nobody may go on, or close what is mapped, before all have looked.
-        store.set(f"{key}/able/{rank}", "no" if found is None else "yes")
-        able = [store.get(f"{key}/able/{peer}") == b"yes" for peer in range(size)]
-    finally:
-        if descriptor >= 0:
-            os.close(descriptor)
-    return found if all(able) else None
-
-
-def _board(places: Sequence[Sequence[str]], length: int) -> mmap.mmap:
-    """Memory that all ranks map: the first one's, for whoever may read that one's memory."""
-    process, descriptor = places[0][0], places[0][3]
-    with open(f"/proc/{process}/fd/{descriptor}", "r+b") as file:
-        return mmap.mmap(file.fileno(), length)
-
-
-def _read_cookies(memory: PeerMemory, places: Sequence[Sequence[str]]) -> None:
-    """Raises RuntimeError or OSError unless every process is the peer and can be read."""
-    found = ctypes.create_string_buffer(_COOKIE)
-    for peer, (process, address, cookie, _) in enumerate(places):
-        if peer == memory.rank:
-            continue
-        if int(process) == os.getpid():
-            raise OSError("ranks are threads of one process")
-        memory.read(peer, int(address), ctypes.addressof(found), _COOKIE)
-        if found.raw.hex() != cookie:
-            raise OSError("processes are numbered differently where the peer runs")
-
-
-def _has_calls() -> bool:
-    known = sys.platform == "linux" and platform.machine() == "x86_64"
-    return known and hasattr(os, "pidfd_open") and hasattr(os, "memfd_create")
-
-
-def _timeout_of(group: dist.ProcessGroup) -> float:
-    """Seconds that a call on the group may take.
-
-    Private to PyTorch, which has no public way to ask. `test_peer_memory` fails if it changes.
-    """
-    options: Any = group._get_backend(torch.device("cpu")).options
-    return float(options._timeout.total_seconds())
+def enter_group(group: dist.ProcessGroup, memory: PeerMemory | None) -> None:
+    """What they have answered: from now on lent tensors of its calls are read, or are not."""
+    _known[group] = memory
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from hp_platform.errors import AgreementError
+from hp_platform.process import Process
 from hp_platform.records import Origin
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Trail:
         verdict: why no further collective may be issued; None while nothing is known against it.
         made: how many groups of these ranks have had this one's name, this one included.
         published: `count` when `lookout` last published it.
+        process: which one it belongs to; one that is forked inherits it, and the group with it.
     """
 
     def __init__(self, axis: MeshAxis, made: int = 1) -> None:
@@ -53,7 +55,9 @@ class Trail:
         self.verdict: str | None = None
         self.made = made
         self.published = -1
-        self.lock = threading.Lock()
+        self.process = Process.identity
+        # The garbage collector may come upon a failed call while this thread publishes.
+        self.lock = threading.RLock()
         self.count = 0
         self._numbers = 0
         # Rings, which are written to at every collective: nothing is allocated.
@@ -145,4 +149,7 @@ def trails() -> list[Trail]:
 
     A destroyed one, which an axis may still hold, belongs to another store perhaps.
     """
-    return [trail for trail in list(_trails.values()) if trail.group is not None]
+    # References are listed in one piece: another thread may make a group meanwhile.
+    groups = [group for reference in _trails.keyrefs() if (group := reference()) is not None]
+    known = [trail for group in groups if (trail := _trails.get(group)) is not None]
+    return [trail for trail in known if trail.group is not None]
