@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -204,6 +206,27 @@ def test_hooks_see_and_return_dtensor_gradients() -> None:
         assert seen[0].tolist() == [6.0] * 5
         assert middle.grad is not None
         assert middle.grad.layout == layout
+
+    run_ranks(body, 2)
+
+
+def test_a_tensor_whose_hook_holds_it_is_freed() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (4,))
+        weight, seen = leaf(integers((4,)), layout), []
+        local = weakref.ref(weight.to_local())
+        weight.register_post_accumulate_grad_hook(lambda w: seen.append(w.layout))
+        loss = (weight * 2).to_local().sum()
+        gone = weakref.ref(weight)
+        del weight
+        gc.collect()
+        assert gone() is None
+        # The graph keeps the local tensor, and the hook is still told of it.
+        loss.backward()
+        assert seen == [layout]
+        del loss
+        gc.collect()
+        assert local() is None
 
     run_ranks(body, 2)
 

@@ -1,7 +1,9 @@
 """The methods of `FSDPModule` mean what FSDP2's do."""
 
 import copy
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -337,3 +339,23 @@ def test_compiled_layers_compute_and_differentiate_like_dense_ones():
         assert graphs
 
     run_ranks(body, 2, timeout=240)
+
+
+@pytest.mark.ranks
+def test_a_model_that_is_dropped_is_freed_with_its_memory():
+    def body(rank):
+        model = shard_each(stack(), flat(2))
+        for _ in range(2):
+            model(batch(rank)).square().mean().backward()
+        unit = fully_shard.state(model[0])
+        held = [model, unit, unit.buckets[0], model[0][0].weight, unit.parameters[0].full]
+        gone = [weakref.ref(each) for each in held if each is not None]
+        loss = model(batch(rank)).square().mean()
+        del model, unit, held
+        # The graph keeps what its backward needs.
+        loss.backward()
+        del loss
+        gc.collect()
+        assert [each() for each in gone] == [None] * len(gone)
+
+    run_ranks(body, 2)

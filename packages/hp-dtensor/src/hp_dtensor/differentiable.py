@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Self
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -214,7 +215,15 @@ class Differentiable(Wrapper):
         return self._local.register_hook(on_local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Self], None]) -> Any:
-        return self._local.register_post_accumulate_grad_hook(lambda _: hook(self))
+        """`hook` gets this DTensor once its gradient has been accumulated."""
+        # Python's collector does not see what such a hook holds: this would live for ever.
+        wrapper, of, layout = ref(self), type(self)._of, self._layout
+
+        def on_local(local: Tensor) -> None:
+            alive = wrapper()
+            hook(of(local, layout) if alive is None else alive)
+
+        return self._local.register_post_accumulate_grad_hook(on_local)
 
     def detach(self) -> Self:
         """Shares this rank's memory; outside the graph."""
