@@ -62,7 +62,7 @@ def test_accumulated_gradients_of_experts_are_those_of_all_micro_steps_in_every_
                     elif mode == "fast tier until the last":
                         experts.set_requires_all_reduce(step == 2)
                     experts(torch.full((2, 1), (rank + 1) * 10.0**step)).sum().backward()
-            crossed = [r for r in log.records if r.axis == "dp_replicate"]
+            crossed = [r for r in log.records if r.operation == "all_reduce"]
             found.append((experts.weight.grad.full_tensor().flatten().tolist(), len(crossed)))
         return found
 

@@ -236,7 +236,8 @@ def test_the_user_can_set_the_order():
             (r.origin.name, r.origin.phase) for r in log.records if r.operation == "all_gather"
         ]
         order = list(dict.fromkeys(names))
-        assert order[:3] == [(f"layers.{i}", "forward") for i in (0, 1, 2)]
+        assert order[0] == ("models", "agreement")
+        assert order[1:4] == [(f"layers.{i}", "forward") for i in (0, 1, 2)]
         start = order.index(("layers.4", "backward"))
         assert order[start + 1 : start + 3] == [("layers.3", "backward"), ("layers.2", "backward")]
         with pytest.raises(ShardingError, match="depths must be integers >= 0"):

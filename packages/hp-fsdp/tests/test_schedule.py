@@ -116,7 +116,11 @@ def test_auto_is_seen_in_the_ledger_in_layouts_and_in_the_explanation():
             model(torch.ones(2, 128)).sum().backward()
         # Trainable and frozen parameters do not share: frozen gradients are not sent.
         counts = Counter((r.operation, r.origin.phase) for r in log.records)
-        assert counts == {("all_gather", "forward"): 3, ("reduce_scatter", "backward"): 2}
+        assert counts == {
+            ("all_gather", "agreement"): 1,
+            ("all_gather", "forward"): 3,
+            ("reduce_scatter", "backward"): 2,
+        }
         text = explain(model)
         assert "auto: alone from 100,000 bytes (32 times the given latency of 1 us" in text
         assert "3 all-gathers and reduce-scatters over dp_shard (2 ranks, " in text

@@ -16,6 +16,7 @@ from torch import nn
 from hp_dtensor.end_of_backward import queue_at_end_of_backward
 from hp_fsdp.backward import BackwardPipeline
 from hp_fsdp.errors import UsageError
+from hp_fsdp.model_agreement import ModelAgreement
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import SHARDED_MARK, ShardedParameter
 from hp_fsdp.prefetch import GatherOrder
@@ -112,6 +113,7 @@ class Root:
         forward_order, backward_order: what to gather ahead.
         pipeline: gradient reductions in flight.
         pages: memory that units leave to one another.
+        models: whether the ranks have the same model.
         post_optim_event: an event that the next forward waits for.
         is_last_backward: False leaves the slow tier in flight at the end of a backward; the next
             one with True settles it.
@@ -124,6 +126,7 @@ class Root:
         self.backward_order = GatherOrder("backward")
         self.pipeline = BackwardPipeline()
         self.pages = PagePool()
+        self.models: ModelAgreement
         self.is_last_backward = True
         self.post_optim_event: Any = None
         # The module whose forward is the outermost in progress.
@@ -165,6 +168,7 @@ class Root:
         if not self.unit.is_below:
             names.give()
         self.units = list(names.units)
+        self.models = ModelAgreement(self)
 
     def _refuse_cut_ties(self) -> None:
         owned = {
@@ -188,6 +192,8 @@ class Root:
         """The outermost forward starts a pass; it also clears what a failed pass left behind."""
         if self._forward_of is not None and unit is not self.unit:
             return
+        if unit is self.unit and not self.models.is_complete and torch.is_grad_enabled():
+            self.models.before_training()
         self._forget_failed_pass()
         if unit is self.unit and self._forward_of is not module:
             self.forward_order.restart()

@@ -17,6 +17,7 @@ from hp_fsdp.errors import (
     ShardingError,
     UsageError,
 )
+from hp_fsdp.model_agreement import types_of
 from hp_fsdp.regrouping import checked_reshard, regroup
 from hp_fsdp.root import Root, unit_of
 from hp_fsdp.uninitialized import note_uninitialized_buffers
@@ -270,15 +271,19 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # `.to`, `.half`, `to_empty` and the like must meet the shards.
-        for unit in units_of(self, recurse=True):
+        units = units_of(self, recurse=True)
+        for unit in units:
             unit.release()
+        types = [types_of(unit) for unit in units]
         with note_uninitialized_buffers(cast(nn.Module, self)) as from_meta:
             applied = super()._apply(*args, **kwargs)  # type: ignore[misc]
         if from_meta:
             own_unit(self).has_new_buffers = True
-        for unit in units_of(self, recurse=True):
+        for unit, before in zip(units, types):
             for parameter in unit.parameters:
                 parameter.tie()
+            if unit.root is not None and types_of(unit) != before:
+                unit.root.models.forget(unit)
         return applied
 
 

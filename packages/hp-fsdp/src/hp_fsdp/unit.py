@@ -64,6 +64,7 @@ class Unit:
         number: its place among the units of the shard axis's group.
         is_below: a module that contains this one is sharded too.
         root: shared state of the model; set at the first forward.
+        is_compared: the ranks that gather it know that they gather the same.
         reshard_after_forward: True, False, or None for "True unless backward begins with this".
         reshard_after_backward: whether backward releases the gathered parameters.
         requires_gradient_sync: False accumulates gradients without any communication.
@@ -112,6 +113,7 @@ class Unit:
         self.number = trail.next_number() if trail is not None else 0
         self.is_below = False
         self.root: Root | None = None
+        self.is_compared = False
         self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.requires_gradient_sync = True
@@ -147,6 +149,9 @@ class Unit:
             return
         if phase == "backward" and not self.unshard_in_backward:
             return
+        if not self.is_compared:
+            assert self.root is not None
+            self.root.models.before_gather(self)
         origin = self.origin(phase)
         with torch.no_grad():
             pages, changed = self.pages, False
