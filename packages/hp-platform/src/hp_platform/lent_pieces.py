@@ -102,7 +102,7 @@ def piecewise_reduce_scatter(
         layout: the same on all ranks; its total divides by the size of the axis.
 
     Returns:
-        None where the ranks cannot read one another's memory: see `peer_memory.share_memory`.
+        None where the ranks cannot read one another's memory: see `meeting.share_memory`.
     """
     memory = peer_memory(axis)
     if memory is None or not layout.total:
