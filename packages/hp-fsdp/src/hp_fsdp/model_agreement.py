@@ -37,14 +37,14 @@ _ORIGIN = Origin(
     PACKAGE,
     "models",
     "agreement",
-    advice="a model's first forward, and the first after a change of its parameters' type, begins "
-    "with a comparison of the ranks' models",
+    detail="compared at first, and again after the types of parameters have changed",
 )
 _SHOWN, _NAMED = 400, 3
 
 Item = tuple[str, str]
 """Path of a unit, and what of it: a parameter, a setting, or "" for the unit itself."""
 Description = dict[Item, str]
+Types = list[list[torch.dtype]]
 
 
 class ModelAgreement:
@@ -56,7 +56,8 @@ class ModelAgreement:
 
     def __init__(self, root: Root) -> None:
         self._root = root
-        self._compared: set[dist.ProcessGroup] = set()
+        # With the types that the parameters had then.
+        self._compared: dict[dist.ProcessGroup | None, Types] = {}
         self.is_complete = False
         for unit in root.units:
             unit.is_compared = False
@@ -78,12 +79,11 @@ class ModelAgreement:
         self._compare(self._axes())
         self.is_complete = True
 
-    def forget(self, unit: Unit) -> None:
-        """What ranks have compared of `unit` has changed."""
+    def look_again(self) -> None:
+        """Types of parameters may have changed: they are looked at before the next gather."""
         self.is_complete = False
-        self._compared.difference_update(filter(None, map(_group, _axes_of(unit))))
-        for other in self._root.units:
-            other.is_compared &= _group(other.data.shard) in self._compared
+        for unit in self._root.units:
+            unit.is_compared = False
 
     def _axes(self) -> list[MeshAxis]:
         """One of every group, in an order in which no two groups wait for each other.
@@ -97,22 +97,28 @@ class ModelAgreement:
 
     def _compare(self, axes: Sequence[MeshAxis]) -> None:
         problem = ""
+        # Nothing is compared where nothing is sent: on fake and simulated groups, too.
+        types = {_group(axis): self._types_on(axis) for axis in axes if axis.trail is not None}
         for axis in axes:
-            # Nothing is compared where nothing is sent: on fake and simulated groups, too.
-            if axis.trail is not None and _group(axis) not in self._compared:
+            # A rank that has changed types and changed them back makes no call of its own.
+            if _group(axis) in types and types[_group(axis)] != self._compared.get(_group(axis)):
                 problem = self._compare_on(axis, problem)
         if problem:
             raise AgreementError(problem)
-        self._compared.update(filter(None, map(_group, axes)))
+        self._compared.update(types)
+        settled = set(map(_group, axes))
         for unit in self._root.units:
-            shard = unit.data.shard
-            unit.is_compared |= shard.trail is None or _group(shard) in self._compared
+            unit.is_compared |= _group(unit.data.shard) in settled
+
+    def _types_on(self, axis: MeshAxis) -> Types:
+        return [types_of(unit) for unit in self._units_on(axis)]
+
+    def _units_on(self, axis: MeshAxis) -> list[Unit]:
+        return [unit for unit in self._root.units if _group(axis) in map(_group, _axes_of(unit))]
 
     def _compare_on(self, axis: MeshAxis, problem: str) -> str:
         """What one of the ranks on the axis has found, or they find together; "" for nothing."""
-        group = _group(axis)
-        units = [unit for unit in self._root.units if group in map(_group, _axes_of(unit))]
-        own = _described(units, self._root)
+        own = _described(self._units_on(axis), self._root)
         digest = hashlib.sha256(json.dumps(list(own.items())).encode()).digest()
         # Of one length, whatever the models: ranks that differ must be able to exchange it.
         words = [*digest, bool(problem)]

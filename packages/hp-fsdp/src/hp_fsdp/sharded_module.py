@@ -283,7 +283,7 @@ class FSDPModule:
             for parameter in unit.parameters:
                 parameter.tie()
             if unit.root is not None and types_of(unit) != before:
-                unit.root.models.forget(unit)
+                unit.root.models.look_again()
         return applied
 
 
