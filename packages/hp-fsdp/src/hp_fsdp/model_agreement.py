@@ -232,7 +232,7 @@ def _difference(axis: MeshAxis, descriptions: Sequence[Description]) -> str:
     return (
         f"ranks on mesh axis {axis.name!r} have different models under fully_shard. Of {place}, "
         f"{_by_rank(axis, found)}{more}. Build the same model on every rank, and give fully_shard "
-        "the same modules, in the same order, with the same arguments"
+        "the same modules, in the same order, with the same arguments; call the same one first"
     )
 
 
