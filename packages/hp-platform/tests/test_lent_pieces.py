@@ -73,8 +73,8 @@ def test_pieces_give_what_the_flat_tensor_does(world):
 
         @seed(0)
         @settings(max_examples=40, deadline=None, database=None)
-        @given(layouts(world), st.sampled_from([1, 4, 1000]), st.data())
-        def agree(layout, scratch, data):
+        @given(layouts(world), st.sampled_from([1, 4, 1000]), st.sampled_from([1, 2, 3]), st.data())
+        def agree(layout, scratch, divisor, data):
             # All ranks draw the same, and look at what each of them has.
             has = [[data.draw(st.booleans()) for _ in layout.numels] for _ in range(world)]
             values = torch.arange(world * layout.total, dtype=torch.float32)
@@ -92,10 +92,11 @@ def test_pieces_give_what_the_flat_tensor_does(world):
             part = layout.total // world
             for _ in range(2):
                 output = torch.full((part,), float("nan"))
-                handle = call(pieces, output, torch.empty(scratch), ORIGIN)
+                handle = call(pieces, output, torch.empty(scratch), divisor, ORIGIN)
                 handle.wait()
                 handle.wait_for_readers()
-                assert torch.equal(output, expected[rank * part : (rank + 1) * part])
+                share = expected[rank * part : (rank + 1) * part]
+                assert torch.equal(output, share / divisor)
 
         agree()
         # Longer than a block; the ledger enters the flat tensor, and lent pieces need no alignment.
@@ -106,16 +107,16 @@ def test_pieces_give_what_the_flat_tensor_does(world):
         output = torch.empty(numel // world + 128)
         output = output[-output.data_ptr() % 512 // 4 :][: numel // world]
         with ledger() as log:
-            handle = call([piece], output, torch.empty(1 << 16), ORIGIN)
+            handle = call([piece], output, torch.empty(1 << 16), 1, ORIGIN)
             handle.wait()
             handle.wait_for_readers()
         assert (output == world).all()
         assert [(r.operation, r.bytes) for r in log.records] == [("reduce_scatter", 4 * numel)]
         assert not log.unaligned()
         with pytest.raises(CollectiveError, match="expected pieces of"):
-            call([piece[1:]], output, torch.empty(1), ORIGIN)
+            call([piece[1:]], output, torch.empty(1), 1, ORIGIN)
         with pytest.raises(CollectiveError, match="expected an output of"):
-            call([piece], output[1:], torch.empty(1), ORIGIN)
+            call([piece], output[1:], torch.empty(1), 1, ORIGIN)
         return True
 
     if not all(run_ranks(body, world)):

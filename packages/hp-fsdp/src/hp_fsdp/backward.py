@@ -28,6 +28,7 @@ from hp_fsdp.param import ShardedParameter
 from hp_fsdp.scatter import Scatter
 from hp_fsdp.unit import PACKAGE, Unit
 from hp_platform import Handle, Origin, all_reduce, mark
+from hp_platform.division import divide_
 
 SETTLEMENT_BEGINS = "hp_fsdp settlement begins"
 SETTLEMENT_ENDS = "hp_fsdp settlement ends"
@@ -44,7 +45,7 @@ class FusedGradients:
     """Sums of earlier micro-steps that join the all-reduce."""
     all_reduce: Handle[Tensor] | None = None
     is_divided: bool = False
-    """The all-reduce divides its sum."""
+    """Its last collective divides the sum."""
     received: FullBuffer | None = None
     """Memory that the all-reduce uses meanwhile."""
     leaving: HostCopy | None = None
@@ -99,6 +100,10 @@ class Reduction:
         different parameters of the unit still issue the same collectives.
         """
         origin = unit.origin("backward")
+        to_replicas = unit.data.has_replicas
+        # A hook on the sums gets them before they are divided.
+        is_divided = not to_replicas and unit.all_reduce_hook is None
+        divisor = unit.divisor if is_divided else 1
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in unit.buckets:
             if bucket.has_trainable:
@@ -109,13 +114,15 @@ class Reduction:
                 buffer = unit.slots(buckets, dtype).allocate(unit.data.shard.device)
                 pages = unit.pages
                 scatters = [
-                    bucket.scatter(view, pages, origin)
+                    bucket.scatter(view, pages, divisor, origin)
                     for bucket, view in zip(buckets, buffer.views)
                 ]
                 # Taken now, so that nothing else finds them and reduces them a second time.
                 earlier = unit.partial_sums.pop(dtype, None) if unit.requires_all_reduce else None
-                fused.append(FusedGradients(tuple(buckets), buffer, scatters, earlier))
-        return cls(unit, fused, unit.data.has_replicas, unit.requires_all_reduce)
+                one = FusedGradients(tuple(buckets), buffer, scatters, earlier)
+                one.is_divided = is_divided
+                fused.append(one)
+        return cls(unit, fused, to_replicas, unit.requires_all_reduce)
 
     def wait_fast(self) -> None:
         """As `FusedGradients.wait_fast`, for all element types."""
@@ -166,8 +173,8 @@ class Reduction:
                 fused.received = None
             if self.unit.all_reduce_hook is not None:
                 self.unit.all_reduce_hook(fused.buffer.data)
-            if self.unit.divisor != 1 and not fused.is_divided:
-                fused.buffer.data.div_(self.unit.divisor)
+            if not fused.is_divided:
+                divide_(fused.buffer.data, self.unit.divisor)
             if self.unit.offload is not None:
                 fused.leaving = self.unit.offload.to_host(fused.buffer.data)
 

@@ -434,13 +434,14 @@ class Bucket:
         if landing.dtype == self.compute_dtype and not self._free_landings:
             self._free_landings.append(landing)
 
-    def scatter(self, output: Tensor, pages: PagePool, origin: Origin) -> Scatter:
+    def scatter(self, output: Tensor, pages: PagePool, divisor: float, origin: Origin) -> Scatter:
         """Issues the reduce-scatter of the gradients, earlier micro-steps' included.
 
         Parameters that backward did not use count as zero.
 
         Args:
             output: `[part]`, in the type of the reduction.
+            divisor: what the sum is divided by.
         """
         found = self._collect(pages)
         converts = self._accumulated is not None or self.reduce_dtype != self.compute_dtype
@@ -461,7 +462,7 @@ class Bucket:
             handle = reduce_scatter(
                 packed, self._data.shard, output=output, scratch=place, lends=True, origin=origin
             )
-        return Scatter(handle, gradients, scratch, self._recycle)
+        return Scatter(handle, gradients, scratch, self._recycle, divisor)
 
     def _scatter_of(self, gradients: Memory, scratch: Tensor | None) -> _Scattering:
         """The reduce-scatter out of a place for gradients: the same at every step, checked once."""

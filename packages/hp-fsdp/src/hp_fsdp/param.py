@@ -8,6 +8,7 @@ buffer. Exactly one of the two is registered on the owning modules at any time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -102,9 +103,11 @@ class ShardedParameter:
     @property
     def local(self) -> Tensor:
         """This rank's shard as a plain tensor: the leaf that holds the gradient."""
-        shard = self.sharded
-        assert isinstance(shard, DTensor)
-        return shard.to_local()
+        # Asked several times a step. A parameter is no result of an autograd.Function, whose graph
+        # `to_local` would see to.
+        shard: Any = self.sharded
+        local: Tensor = shard._local_tensor
+        return local
 
     def adopt(self) -> Tensor:
         """Takes over the parameter that the modules have registered now; returns `local`.

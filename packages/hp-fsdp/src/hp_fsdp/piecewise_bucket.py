@@ -113,7 +113,7 @@ class PiecewiseBucket(Bucket):
         self._take()
         self._accumulated = None
 
-    def scatter(self, output: Tensor, pages: PagePool, origin: Origin) -> Scatter:
+    def scatter(self, output: Tensor, pages: PagePool, divisor: float, origin: Origin) -> Scatter:
         """As `Bucket.scatter`."""
         pieces: Sequence[Tensor | None] = self._take()
         if self._accumulated is not None or self.reduce_dtype != self.compute_dtype:
@@ -122,7 +122,7 @@ class PiecewiseBucket(Bucket):
             pieces = [self._full_view(p, total).view(-1) for p in self.parameters]
         scratch = self._hold_scratch(pages)
         place = output.new_empty(self._scratch_numel) if scratch is None else scratch.data
-        handle = self._scattering(self.reduce_dtype)(pieces, output, place, origin)
+        handle = self._scattering(self.reduce_dtype)(pieces, output, place, divisor, origin)
         return Scatter(handle, None, scratch, self._recycle)
 
     def _scattering(self, dtype: torch.dtype) -> PiecewiseReduceScatter:

@@ -10,6 +10,7 @@ from torch import Tensor
 from hp_fsdp.pages import PagePool
 from hp_fsdp.unit_memory import Memory
 from hp_platform import Handle
+from hp_platform.division import divide_
 
 
 @define(eq=False)
@@ -20,10 +21,14 @@ class Scatter:
     gradients: Memory | None
     scratch: Memory | None
     give_back: Callable[[Memory], None]
+    divisor: float = 1
+    """What this rank's share is still to be divided by."""
 
     def wait(self) -> None:
         """Waits until this rank has its share; others may still read what this one lends."""
-        self.handle.wait()
+        share, divisor = self.handle.wait(), self.divisor
+        self.divisor = 1
+        divide_(share, divisor)
 
     def close(self, pages: PagePool) -> None:
         """After `wait`: waits until no rank reads the full gradients, whose memory is free then."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -254,7 +254,7 @@ class Unit:
 
     def on_gradient(self, callback: Callable[[Unit, ShardedParameter], None]) -> None:
         for bucket in self.buckets:
-            bucket.on_gradient(lambda done: callback(self, done))
+            bucket.on_gradient(partial(callback, self))
 
     def make_room(self) -> None:
         """Backward enters the unit: gives autograd the place for gradients."""

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hp_platform.division import divide_
 from hp_platform.records import Origin
 from hp_platform.topology import Tier
 from hp_platform.uneven import Prepared
@@ -132,7 +133,7 @@ def prepare_direct_exchange(
             return
         # Block by block, so that the division finds the sum in the core's own cache.
         for summed, other in zip(target.split(_BLOCK), received.split(_BLOCK)):
-            summed.add_(other).div_(divisor)
+            divide_(summed.add_(other), divisor)
 
     return Prepared(start, finish, (received,))
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hp_platform.axis import MeshAxis
+from hp_platform.division import divide_
 from hp_platform.errors import HPError
 from hp_platform.handle import Handle, issue, refuse
 from hp_platform.peer_memory import BLOCK, Lent, PeerMemory, peer_memory
@@ -23,8 +24,8 @@ from hp_platform.records import Origin
 
 Pieces = Sequence[Tensor | None]
 """Flat contiguous tensors; None for one of zeros."""
-PiecewiseReduceScatter = Callable[[Pieces, Tensor, Tensor, Origin], Handle[Tensor]]
-"""Of this rank's pieces, an output and scratch memory, for an origin."""
+PiecewiseReduceScatter = Callable[[Pieces, Tensor, Tensor, float, Origin], Handle[Tensor]]
+"""Of this rank's pieces, an output, scratch memory, what to divide the sum by, and an origin."""
 
 SCRATCH_BYTES = BLOCK
 """What scratch memory is of use."""
@@ -110,7 +111,9 @@ def piecewise_reduce_scatter(
     name, length = "reduce_scatter", layout.total // axis.size
     prepared = _Prepared(memory, layout, dtype)
 
-    def call(pieces: Pieces, output: Tensor, scratch: Tensor, origin: Origin) -> Handle[Tensor]:
+    def call(
+        pieces: Pieces, output: Tensor, scratch: Tensor, divisor: float, origin: Origin
+    ) -> Handle[Tensor]:
         found = [None if piece is None else piece.numel() for piece in pieces]
         if any(n is not None and n != m for n, m in zip(found, layout.numels, strict=True)):
             refuse(name, axis, origin, f"expected pieces of {layout.numels} elements, got {found}")
@@ -118,7 +121,7 @@ def piecewise_reduce_scatter(
             refuse(name, axis, origin, f"expected an output of {length}, got {output.numel()}")
         # Pieces are nowhere given to a transport, which their alignment would matter to.
         return issue(
-            name, axis, origin, lambda: (prepared.start(pieces, output, scratch, origin),),
+            name, axis, origin, lambda: (prepared.start(pieces, output, scratch, divisor, origin),),
             output, prepared.nbytes, (output,), dtype,
         )  # fmt: skip
 
@@ -138,7 +141,9 @@ class _Prepared:
         self._peers = [peer for peer in range(memory.size) if peer != memory.rank]
         self._table = ctypes.c_uint64 * len(layout.numels)
 
-    def start(self, pieces: Pieces, target: Tensor, scratch: Tensor, origin: Origin) -> Lent:
+    def start(
+        self, pieces: Pieces, target: Tensor, scratch: Tensor, divisor: float, origin: Origin
+    ) -> Lent:
         tag, inference = origin.tag << 1 | 1, torch.is_inference_mode_enabled()
         table = self._table(*[0 if piece is None else piece.data_ptr() for piece in pieces])
         address = ctypes.addressof(table)
@@ -147,12 +152,20 @@ class _Prepared:
         def read() -> None:
             # Tensors made in inference mode are written in it only.
             with torch.inference_mode() if inference else nullcontext():
-                self._read(number, tag, pieces, target, scratch)
+                self._read(number, tag, pieces, target, scratch, divisor)
 
         self._memory.expect(number, tag, read)
         return Lent(self._memory, number)
 
-    def _read(self, number: int, tag: int, own: Pieces, target: Tensor, scratch: Tensor) -> None:
+    def _read(
+        self,
+        number: int,
+        tag: int,
+        own: Pieces,
+        target: Tensor,
+        scratch: Tensor,
+        divisor: float,
+    ) -> None:
         tables = [(peer, self._table_of(number, peer, tag)) for peer in self._peers]
         for first, last in self._gaps:
             target[first:last].zero_()
@@ -162,7 +175,7 @@ class _Prepared:
             if piece is not None:
                 piece = piece[stretch.start :][: stretch.numel]
             shares = [(peer, table[index] + skipped) for peer, table in tables if table[index]]
-            self._sum(piece, shares, place, scratch)
+            self._sum(piece, shares, place, scratch, divisor)
         for peer in self._peers:
             self._memory.has_read(number, peer)
 
@@ -173,10 +186,15 @@ class _Prepared:
         return table
 
     def _sum(
-        self, own: Tensor | None, shares: list[tuple[int, int]], place: Tensor, scratch: Tensor
+        self,
+        own: Tensor | None,
+        shares: list[tuple[int, int]],
+        place: Tensor,
+        scratch: Tensor,
+        divisor: float,
     ) -> None:
         """`place` becomes the sum of `own` and of what lies at the peers' addresses, in that
-        order, block by block."""
+        order, divided: block by block, so that each step finds it in the core's own cache."""
         size = place.element_size()
         block = min(BLOCK // size, scratch.numel())
         for first in range(0, place.numel(), block):
@@ -192,5 +210,7 @@ class _Prepared:
                 summed = result
             if summed is None:
                 result.zero_()
-            elif summed is not result:
+                continue
+            if summed is not result:
                 result.copy_(summed)
+            divide_(result, divisor)
