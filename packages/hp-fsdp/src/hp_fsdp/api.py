@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import Shard
 
-from hp_fsdp import full_states, hooks, optimizers, state_dict
+from hp_fsdp import full_states, hooks, optimizers, other_wrappers, state_dict
 from hp_fsdp.bucketing import make_buckets
 from hp_fsdp.data_mesh import DataMesh
 from hp_fsdp.errors import AssertedError, ShardingError
@@ -36,6 +36,7 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
 optimizers.install()
 full_states.install()
+other_wrappers.install()
 
 
 @overload
@@ -187,6 +188,8 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
                 "Each distinct composable distributed API can only be applied to a module once: "
                 f"{_described(module)} is already sharded by an earlier fully_shard call"
             )
+        for path, part in _unsharded_submodules(module):
+            other_wrappers.refuse_other_sharding_of(part, path)
     for outer in modules:
         inner = {id(m) for m in outer.modules()} - {id(outer)}
         for other in modules:

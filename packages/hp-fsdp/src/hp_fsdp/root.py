@@ -17,6 +17,7 @@ from hp_dtensor.end_of_backward import queue_at_end_of_backward
 from hp_fsdp.backward import BackwardPipeline
 from hp_fsdp.errors import UsageError
 from hp_fsdp.model_agreement import ModelAgreement
+from hp_fsdp.other_wrappers import refuse_to_run_in_replicas
 from hp_fsdp.pages import PagePool
 from hp_fsdp.param import SHARDED_MARK, ShardedParameter
 from hp_fsdp.prefetch import GatherOrder
@@ -152,9 +153,10 @@ class Root:
         """Makes this the root of all units in the module tree, with paths below it.
 
         Raises:
-            UsageError: one of them is in the middle of a step of its own.
+            UsageError: one of them is in the middle of a step of its own, or in a replica.
         """
         names = _Names(self.unit)
+        refuse_to_run_in_replicas(self.unit.path)
         self._refuse_cut_ties()
         for unit in names.units:
             if unit.root is not None and unit.root is not self and unit.root.is_in_backward:

@@ -61,10 +61,19 @@ class TorchParallel:
         """Its layout on the data axes, over which it is replicated, and the mesh together.
 
         Raises:
-            ShardingError: the two meshes are no slices of one, or share an axis.
+            ShardingError: the two meshes share an axis, or are no slices of one.
         """
         own, others = self.mesh.mesh_dim_names, data.mesh.mesh_dim_names
-        apart = own is not None and others is not None and not set(own) & set(others)
+        shared = sorted(set(own or ()) & set(others or ()))
+        if shared:
+            raise ShardingError(
+                f"parameter {name!r} is a DTensor of PyTorch's on mesh {self.mesh}, which has the "
+                f"data axes {shared} of {data.mesh} that fully_shard was given: it has been placed "
+                "over the data ranks already. Expected one on the other axes only: give "
+                "parallelize_module or distribute_tensor the slice mesh['tp'], or fully_shard the "
+                "plain module"
+            )
+        apart = own is not None and others is not None
         if not apart or self.mesh._get_root_mesh() != data.mesh._get_root_mesh():
             raise ShardingError(
                 f"parameter {name!r} is a DTensor of PyTorch's on mesh {self.mesh}, and "

@@ -1,0 +1,98 @@
+"""A model under `fully_shard` and PyTorch's own wrappers: one clear error, before all messages."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from hp_fsdp import fully_shard, other_wrappers
+from hp_fsdp.errors import NotAvailableError, ShardingError, UsageError
+from hp_platform.testing import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def blocks():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+
+
+def sharded_first(mesh):
+    model = blocks()
+    fully_shard(model[0], mesh=mesh)
+    return model
+
+
+def other(wrap):
+    """A model whose first block PyTorch has wrapped."""
+
+    def made(mesh):
+        model = blocks()
+        model[0] = wrap(model[0], mesh)
+        return model
+
+    return made
+
+
+def by_fsdp2(module, mesh):
+    return torch_fully_shard(module, mesh=mesh)
+
+
+def by_fsdp1(module, mesh):
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "wrap", "match"),
+    [
+        (other(by_fsdp2), fully_shard, r"PyTorch's fully_shard has sharded '0'; a model is"),
+        (other(by_fsdp1), fully_shard, r"FullyShardedDataParallel has sharded '0'"),
+        (sharded_first, torch_fully_shard, r"PyTorch's fully_shard was given .*shape \(4, 4\)"),
+        (sharded_first, by_fsdp1, r"whose parameter '0.0.weight' is"),
+        (sharded_first, lambda m, mesh: DistributedDataParallel(m), r"mesh of two axes"),
+        (sharded_first, lambda m, mesh: DistributedDataParallel(module=m), r"'0.0.weight' is"),
+    ],
+)
+def test_wrappers_do_not_mix(model, wrap, match):
+    def body():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        made = model(mesh)
+        with pytest.raises(ShardingError, match=match):
+            wrap(made, mesh=mesh)
+
+    run_ranks(body, 2)
+
+
+def test_a_part_of_a_replica_that_is_sharded_afterwards_is_refused_where_it_runs():
+    def body():
+        model = blocks()
+        replicas = DistributedDataParallel(model)
+        fully_shard(model[0])
+        with pytest.raises(UsageError, match=r"'.*' runs inside a DistributedDataParallel"):
+            replicas(torch.ones(2, 4))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("axes", [("dp", "tp"), ("dp",)])
+def test_a_dtensor_that_lies_on_the_data_axes_is_refused_by_their_names(axes):
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        own = mesh if len(axes) == 2 else mesh["dp"]
+        layer = nn.Linear(4, 4, bias=False)
+        placed = distribute_tensor(layer.weight.detach(), own, [Replicate(), Shard(0)][: own.ndim])
+        layer.weight = nn.Parameter(placed)
+        with pytest.raises(ShardingError, match=r"'weight' .* has the data axes \['dp'\] of"):
+            fully_shard(layer, mesh=mesh["dp"])
+
+    run_ranks(body, 4)
+
+
+def test_a_pytorch_whose_shards_are_made_otherwise_is_refused(monkeypatch):
+    monkeypatch.setattr(other_wrappers.FSDPParam, "__init__", lambda self, module: None)
+    with pytest.raises(NotAvailableError, match="does not begin with a parameter"):
+        other_wrappers.install()
