@@ -173,6 +173,42 @@ def test_the_gradient_of_a_plain_result_of_an_autograd_function_reaches_the_leaf
     run_ranks(body, 2)
 
 
+def test_autograd_grad_finds_the_gradient_of_a_plain_result_of_an_autograd_function() -> None:
+    def body() -> None:
+        layout = Layout(mesh_of(2), [Shard(0)], (4, 6))
+        values = integers((4, 6))
+        value, other = leaf(values, layout), leaf(values, layout)
+        by_function = Penalty.apply(value, lambda gradient: gradient)
+        for loss, expected in (
+            (by_function, 2 * values),
+            (by_function + value.to_local().sum(), 2 * values + 1),
+        ):
+            for allow_unused in (True, None):
+                (found,) = torch.autograd.grad(
+                    loss, value, retain_graph=True, allow_unused=allow_unused
+                )
+                assert found.layout == layout
+                assert torch.equal(found.full_tensor(), expected)
+            twice = torch.autograd.grad(loss, [value, value], retain_graph=True)
+            assert all(torch.equal(each.full_tensor(), expected) for each in twice)
+            with pytest.raises(RuntimeError, match="number 1 of the inputs, appears to not have"):
+                torch.autograd.grad(loss, [value, other], retain_graph=True)
+            options = {"retain_graph": True, "allow_unused": True}
+            assert torch.autograd.grad(loss, [value, other], **options)[1] is None
+            zeros = torch.autograd.grad(
+                loss, [value, other], retain_graph=True, materialize_grads=True
+            )[1]
+            assert torch.equal(zeros.full_tensor(), torch.zeros(4, 6))
+        # Nothing was accumulated, and backward goes on to do so.
+        assert value.grad is None
+        by_function.backward()
+        assert torch.equal(value.grad.full_tensor(), 2 * values)
+        with pytest.raises(OperatorError, match="returned a plain tensor"):
+            torch.autograd.grad(Penalty.apply(value, DTensor.full_tensor), value)
+
+    run_ranks(body, 2)
+
+
 def test_a_dtensor_that_reaches_a_kernel_is_an_error() -> None:
     def body() -> None:
         placed = rows(mesh_of(2))

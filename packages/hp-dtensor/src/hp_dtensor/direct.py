@@ -13,6 +13,7 @@ from torch import Tensor
 from hp_dtensor.alike import UPDATES, update_alike
 from hp_dtensor.dispatch import dispatch
 from hp_dtensor.foreach import foreach, fused_update, is_foreach, is_fused_update, unscale
+from hp_dtensor.function_gradient import gradients_of
 from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import layout_of
 from hp_dtensor.rules.engine import OperatorError, operator_error, show
@@ -121,9 +122,9 @@ def _grad(
     ]
     seeds = _sequence(grad_outputs) if grad_outputs is not None else [None] * len(starts)
     ends = _sequence(inputs)
-    gradients = torch.autograd.grad(
+    gradients = gradients_of(
         [getattr(each, "_local", each) for each in starts],
-        [getattr(each, "_local", each) for each in ends],
+        ends,
         [s._seed(g) if isinstance(s, DTensor) else g for s, g in zip(starts, seeds)],
         retain_graph=retain_graph,
         create_graph=create_graph,

@@ -8,18 +8,23 @@ wrapper, where nobody looks: a hook on the wrapper sends it on to the local tens
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.distributed.tensor import Partial, Replicate
 
+from hp_dtensor.implicit import any_requires_grad
 from hp_dtensor.layout import Layout
 from hp_dtensor.placements import describe
 from hp_dtensor.rules.engine import OperatorError
+from hp_dtensor.wrapper import Wrapper
 
-__all__ = ["expect_function", "watch"]
+__all__ = ["expect_function", "gradients_of", "watch"]
 
 _hooks: Any = torch._C.TensorBase._backward_hooks
 
@@ -37,6 +42,82 @@ def expect_function(wrapper: Any) -> None:
     of a function. That of a leaf is watched from the beginning."""
     if not wrapper._local.is_leaf:
         watch(wrapper)
+
+
+def gradients_of(
+    outputs: Sequence[Any],
+    ends: Sequence[Any],
+    seeds: Sequence[Any],
+    allow_unused: bool | None,
+    materialize_grads: bool,
+    **options: Any,
+) -> list[Tensor | None]:
+    """`torch.autograd.grad` of plain outputs: the local gradients of `ends`, with those that
+    functions return for the wrappers.
+
+    Raises:
+        OperatorError: a function returned a gradient laid out otherwise.
+        RuntimeError: there is none, and `allow_unused` and `materialize_grads` are false.
+    """
+    places = [
+        place
+        for place, each in enumerate(ends)
+        if isinstance(each, Wrapper) and any_requires_grad(each)
+    ]
+    wrappers = [ends[place] for place in places]
+    locals_ = [getattr(each, "_local", each) for each in ends]
+    edges = [_edge(wrapper) for wrapper in wrappers]
+    with _unwatched(wrappers):
+        found: Any = torch.autograd.grad(
+            outputs, [*locals_, *edges], seeds, allow_unused=True, **options
+        )
+    gradients = list(found[: len(ends)])
+    for place, returned in zip(places, found[len(ends) :]):
+        if returned is not None:
+            more, present = _local_gradient(ends[place]._layout, returned), gradients[place]
+            gradients[place] = more if present is None else present + more
+    for place, gradient in enumerate(gradients):
+        if gradient is None and materialize_grads:
+            gradients[place] = torch.zeros_like(
+                locals_[place], requires_grad=options["create_graph"]
+            )
+        elif gradient is None and not allow_unused:
+            raise RuntimeError(
+                f"One of the differentiated Tensors, number {place} of the inputs, appears to not "
+                "have been used in the graph. Set allow_unused=True if this is the desired behavior"
+            )
+    return gradients
+
+
+@contextlib.contextmanager
+def _unwatched(wrappers: Sequence[Any]) -> Iterator[None]:
+    """What arrives at the wrappers is captured, and not sent on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        kept = {id(wrapper): (wrapper, _hooks.__get__(wrapper)) for wrapper in wrappers}
+        for wrapper, _ in kept.values():
+            _hooks.__set__(wrapper, None)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunctionSubclass():
+            for wrapper, hooks in kept.values():
+                _hooks.__set__(wrapper, hooks)
+
+
+def _edge(wrapper: Any) -> GradientEdge:
+    """Where gradients for the wrapper itself arrive. PyTorch's own function reads a tensor's
+    properties, and those of a wrapper answer for its local tensor."""
+    with torch.enable_grad():
+        node, number = _Uses.apply(wrapper).grad_fn.next_functions[0]
+    return GradientEdge(node, number)
+
+
+class _Uses(torch.autograd.Function):
+    """A use of a tensor, for its place in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Any) -> Tensor:
+        return torch.empty(0)
 
 
 def _receive(local: Tensor, layout: Layout, gradient: Tensor) -> Tensor:
