@@ -102,8 +102,7 @@ class Reduction:
         origin = unit.origin("backward")
         to_replicas = unit.data.has_replicas
         # A hook on the sums gets them before they are divided.
-        is_divided = not to_replicas and unit.all_reduce_hook is None
-        divisor = unit.divisor if is_divided else 1
+        is_last_sum = not to_replicas and unit.all_reduce_hook is None
         by_dtype: dict[torch.dtype, list[Bucket]] = {}
         for bucket in unit.buckets:
             if bucket.has_trainable:
@@ -113,6 +112,8 @@ class Reduction:
             for dtype, buckets in by_dtype.items():
                 buffer = unit.slots(buckets, dtype).allocate(unit.data.shard.device)
                 pages = unit.pages
+                is_divided = is_last_sum and all(bucket.divides for bucket in buckets)
+                divisor = unit.divisor if is_divided else 1
                 scatters = [
                     bucket.scatter(view, pages, divisor, origin)
                     for bucket, view in zip(buckets, buffer.views)

@@ -11,6 +11,7 @@ it is read where autograd left it. Only parameters that are cut along a dim that
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -45,9 +46,12 @@ class Bucket:
         reduce_dtype: type in which gradients are reduced, and accumulated until then.
         near: for a gather in backward, the ranks that hold the parameters between them since
             forward; None for all ranks of the shard axis.
+        divides: whether a reduce-scatter divides its sum, at less cost than afterwards.
         storage: this rank's part, `[part]`, of which the shards are views; padding is zero.
         has_gradients: autograd has left something that has not been reduced.
     """
+
+    divides = False
 
     def __init__(
         self,
@@ -190,12 +194,9 @@ class Bucket:
         Returns:
             Whether something about the parameters may have changed since the last one.
         """
-        self.take_back()
-        storage = self.storage
-        changed = not all(
-            parameter.is_as_gathered(address, storage)
-            for parameter, address in zip(self.parameters, self._addresses)
-        )
+        self._gathering.take_back()
+        described = self.parameters, self._addresses, repeat(self.storage)
+        changed = not all(map(ShardedParameter.is_as_gathered, *described))
         if changed:
             self._prepare()
         for parameter in self.parameters:
@@ -251,7 +252,7 @@ class Bucket:
 
     def release(self, pages: PagePool) -> None:
         """Registers the shards and leaves the gathered memory to others."""
-        self.take_back()
+        self._gathering.take_back()
         self.register_shards()
         self._buffer.release(pages)
 
@@ -380,11 +381,8 @@ class Bucket:
         for index, gradient in found:
             # Autograd chose another place: the unit's outputs did not lead here, or create_graph.
             place = places[index]
-            if (
-                gradient is not place
-                and gradient.data_ptr() != place.data_ptr()
-                and gradient.numel()
-            ):
+            is_there = gradient is place or gradient.data_ptr() == place.data_ptr()
+            if not is_there and gradient.numel():
                 place.copy_(gradient)
         return landing
 
@@ -441,7 +439,7 @@ class Bucket:
 
         Args:
             output: `[part]`, in the type of the reduction.
-            divisor: what the sum is divided by.
+            divisor: what the sum is divided by; 1 unless the bucket `divides`.
         """
         found = self._collect(pages)
         converts = self._accumulated is not None or self.reduce_dtype != self.compute_dtype
@@ -462,7 +460,7 @@ class Bucket:
             handle = reduce_scatter(
                 packed, self._data.shard, output=output, scratch=place, lends=True, origin=origin
             )
-        return Scatter(handle, gradients, scratch, self._recycle, divisor)
+        return Scatter(handle, gradients, scratch, self._recycle)
 
     def _scatter_of(self, gradients: Memory, scratch: Tensor | None) -> _Scattering:
         """The reduce-scatter out of a place for gradients: the same at every step, checked once."""

@@ -38,6 +38,8 @@ def can_lend(data: DataMesh) -> bool:
 class PiecewiseBucket(Bucket):
     """Gradients travel from where they are, each rank reading its share of each."""
 
+    divides = True
+
     def __init__(
         self,
         journey: Journey,

@@ -10,7 +10,6 @@ from torch import Tensor
 from hp_fsdp.pages import PagePool
 from hp_fsdp.unit_memory import Memory
 from hp_platform import Handle
-from hp_platform.division import divide_
 
 
 @define(eq=False)
@@ -21,14 +20,10 @@ class Scatter:
     gradients: Memory | None
     scratch: Memory | None
     give_back: Callable[[Memory], None]
-    divisor: float = 1
-    """What this rank's share is still to be divided by."""
 
     def wait(self) -> None:
         """Waits until this rank has its share; others may still read what this one lends."""
-        share, divisor = self.handle.wait(), self.divisor
-        self.divisor = 1
-        divide_(share, divisor)
+        self.handle.wait()
 
     def close(self, pages: PagePool) -> None:
         """After `wait`: waits until no rank reads the full gradients, whose memory is free then."""

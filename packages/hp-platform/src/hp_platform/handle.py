@@ -106,7 +106,8 @@ class Handle(Generic[T]):
         self._lock = threading.Lock()
         self._process = Process.identity
         self._inference = torch.is_inference_mode_enabled()
-        self._readers = [work.wait_for_readers for work in works if isinstance(work, Lent)]
+        lends = bool(works) and type(works[0]) is Lent
+        self._readers = [work.wait_for_readers for work in works] if lends else []
 
     def wait(self) -> T:
         """Returns the result once it is valid; further calls return it again.
