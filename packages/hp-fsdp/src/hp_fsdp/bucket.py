@@ -4,8 +4,8 @@ A rank's part of the bucket is the all-gather's input, and the output is the buf
 full parameters are views (paper section 5.1). Where the gradients' memory can be chosen, autograd
 accumulates them into views of one aligned buffer, which the reduce-scatter reads as it is: shared
 buffers, chunks with padding, and the CPU, whose allocator does not align to 512 bytes. Elsewhere
-it is read where autograd left it. Only parameters that are cut along a dim that is not leading
-(`PackedBucket`) are copied on the way.
+it is read where autograd left it, and so it is where peers read it (`PiecewiseBucket`). Only
+parameters that are cut along a dim that is not leading (`PackedBucket`) are copied on the way.
 """
 
 from __future__ import annotations
