@@ -202,8 +202,20 @@ class Transition:
             result = simulate_step(step, result)
         return result if self.factor == 1.0 else [local * self.factor for local in result]
 
-    @cached_property
+    @property
     def _bound(self) -> Bound:
+        """This rank's part, found once.
+
+        Not a `cached_property`: the ranks of an axis may exchange where they are at this point,
+        and before Python 3.12 that decorator computes under one lock for all transitions, at
+        which ranks that are threads of one process would wait for one another for ever.
+        """
+        known: Bound | None = self.__dict__.get("_kept_bound")
+        if known is None:
+            known = self.__dict__["_kept_bound"] = self._bind_to_mesh()
+        return known
+
+    def _bind_to_mesh(self) -> Bound:
         mesh = self.source.mesh
         if isinstance(mesh, AbstractMesh):
             raise ValueError(
