@@ -80,59 +80,63 @@ def with_setting(setting):
     return make
 
 
-IN_SECOND = "Of unit 'second', "
+IN_SECOND = "At unit 'second', "
 FAULTS = {
     "shape": (
         lambda mesh: sharded(mesh, Model(lambda: Layer(inner=16))),
-        [IN_SECOND + "parameter 'second.up.weight', ", "Layout([8, 8]", "Layout([16, 8]"],
+        [IN_SECOND + "parameter 'second.up.weight': ", "Layout([8, 8]", "Layout([16, 8]"],
     ),
     "type": (
         lambda mesh: sharded(mesh, half()),
-        [IN_SECOND + "parameter 'second.up.weight', ", "torch.float32, ", "torch.float16, "],
+        [IN_SECOND + "parameter 'second.up.weight': ", "torch.float32, ", "torch.float16, "],
     ),
     "type changed after sharding": (
         cast_later,
-        [IN_SECOND + "parameter 'second.up.weight', ", "torch.float32, ", "torch.bfloat16, "],
+        [IN_SECOND + "parameter 'second.up.weight': ", "torch.float32, ", "torch.bfloat16, "],
     ),
     "frozen": (
         lambda mesh: sharded(mesh, frozen()),
-        [IN_SECOND + "parameter 'second.up.weight', ", ", trainable, ", ", frozen, "],
+        [IN_SECOND + "parameter 'second.up.weight': ", ", trainable, ", ", frozen, "],
     ),
     "one parameter less": (
         lambda mesh: sharded(mesh, Model(lambda: Layer(bias=False))),
-        [IN_SECOND + "parameter 'second.down.bias', ", "torch.float32, ", " has none"],
+        [IN_SECOND + "parameter 'second.down.bias': ", "torch.float32, ", " has none"],
     ),
     "order": (
         lambda mesh: sharded(mesh, Model(OtherOrder)),
-        ["the order of units and their parameters", "second.up.weight", "second.down.weight"],
+        [
+            "in another order: ",
+            "unit 'second', parameter 'second.up.weight'",
+            "parameter 'second.down.weight'",
+        ],
     ),
     "comm_policy": (
         lambda mesh: sharded(mesh, comm_policy="shared_buffer"),
-        ["comm_policy, ", "per_parameter", "shared_buffer"],
+        ["comm_policy: ", "per_parameter", "shared_buffer"],
     ),
     "mp_policy": (
         lambda mesh: sharded(mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64)),
-        ["mp_policy, ", "reduce_dtype=None", "reduce_dtype=torch.float64"],
+        ["mp_policy: ", "reduce_dtype=None", "reduce_dtype=torch.float64"],
     ),
     "reshard_after_forward": (
         lambda mesh: sharded(mesh, reshard_after_forward=False),
-        ["reshard_after_forward, ", " None", " False"],
+        ["reshard_after_forward: ", " None", " False"],
     ),
     "dim": (
         lambda mesh: sharded(mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1)),
-        ["parameter 'head.weight', "],
+        ["parameter 'head.weight': "],
     ),
     "divisor": (
         with_setting(lambda model: model.second.set_gradient_divide_factor(3.0)),
-        [IN_SECOND + "set_gradient_divide_factor, ", " 3.0"],
+        [IN_SECOND + "set_gradient_divide_factor: ", " 3.0"],
     ),
     "prefetch": (
         with_setting(lambda model: model.first.set_modules_to_forward_prefetch([model.second])),
-        ["Of unit 'first', set_modules_to_forward_prefetch, ", " None", "['second']"],
+        ["At unit 'first', set_modules_to_forward_prefetch: ", " None", "['second']"],
     ),
     "units": (
         lambda mesh: sharded(mesh, wraps=("first",)),
-        ["Of unit 'second', ", " such a unit", " has no such unit"],
+        ["At unit 'second': ", " such a unit", " has no such unit"],
     ),
 }
 
@@ -182,7 +186,7 @@ def test_all_ranks_hear_of_experts_that_differ_on_two_of_them():
     found = run_ranks(body, 4)
     assert len(set(found)) == 1
     assert "mesh axis 'dp_shard' have different models" in found[0]
-    for part in ("parameter 'second.up.weight', ", "rank 1 has torch.float32", "rank 3 has "):
+    for part in ("parameter 'second.up.weight': ", "rank 1 has torch.float32", "rank 3 has "):
         assert part in found[0]
 
 

@@ -220,20 +220,26 @@ def _difference(axis: MeshAxis, descriptions: Sequence[Description]) -> str:
     lacking = [item for item in items if any(item not in each for each in descriptions)]
     unlike = [item for item in items if len({each.get(item) for each in descriptions}) > 1]
     if unlike:
-        unit, what = first = (lacking or unlike)[0]
-        place = f"unit {unit!r}{what and ', '}{what}"
+        first = (lacking or unlike)[0]
+        place = _named(first)
         found = [_told(each, first) for each in descriptions]
     else:
         orders = [list(each) for each in descriptions]
         number = next(n for n, each in enumerate(zip(*orders)) if len(set(each)) > 1)
-        place = "the order of units and their parameters"
-        found = [" ".join(filter(None, order[number])) for order in orders]
+        place = "the first place in another order"
+        found = [_named(order[number]) for order in orders]
     more = f" ({len(unlike)} items differ in all)" if len(unlike) > 1 else ""
     return (
-        f"ranks on mesh axis {axis.name!r} have different models under fully_shard. Of {place}, "
-        f"{_by_rank(axis, found)}{more}. Build the same model on every rank, and give fully_shard "
-        "the same modules, in the same order, with the same arguments; call the same one first"
+        f"ranks on mesh axis {axis.name!r} have different models under fully_shard. At "
+        f"{place}: {_by_rank(axis, found)}{more}. Build the same model on every rank, and "
+        "give fully_shard the same modules, in the same order, with the same arguments; call the "
+        "same one first"
     )
+
+
+def _named(item: Item) -> str:
+    unit, what = item
+    return f"unit {unit!r}{what and ', '}{what}"
 
 
 def _told(description: Mapping[Item, str], item: Item) -> str:
