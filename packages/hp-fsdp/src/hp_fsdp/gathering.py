@@ -62,6 +62,8 @@ class Gathering:
 def _lends_in(phase: str) -> bool:
     """Whether parts are lent to the all-gathers of a phase.
 
-    Those of a pass are waited for in one order on all ranks, and taken back when the pass ends.
+    Those of a pass are: they are taken back when it ends at the latest, and ranks may wait for them
+    in any order, as who waits reads for others. A call of `unshard` has no end by which the program
+    would leave the shards alone.
     """
     return phase != "unshard"
