@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -74,6 +75,28 @@ def test_a_part_of_a_replica_that_is_sharded_afterwards_is_refused_where_it_runs
         fully_shard(model[0])
         with pytest.raises(UsageError, match=r"'.*' runs inside a DistributedDataParallel"):
             replicas(torch.ones(2, 4))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("wrapped_first", [False, True])
+def test_replicas_of_the_parameters_beside_a_part_that_is_sharded(wrapped_first):
+    def body():
+        dense, model = blocks(), blocks()
+        inside = ["1.0.weight", "1.0.bias"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, inside)
+        replicas = DistributedDataParallel(model) if wrapped_first else None
+        fully_shard(model[1])
+        replicas = replicas or DistributedDataParallel(model)
+        for _ in range(2):
+            for module in (dense, replicas):
+                module.zero_grad()
+            replicas(torch.full((2, 4), 1.0 + dist.get_rank())).square().sum().backward()
+            for rank in range(2):
+                (dense(torch.full((2, 4), 1.0 + rank)).square().sum() / 2).backward()
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad.full_tensor() if name in inside else parameter.grad
+                torch.testing.assert_close(gradient, dense.get_parameter(name).grad)
 
     run_ranks(body, 2)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any
 
@@ -69,11 +69,15 @@ def _checked(
 
 
 def _refuse_replicas(module: Any) -> None:
-    name = _first_shard(module)
+    # PyTorch's own mark of what DistributedDataParallel leaves to others.
+    left_out = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    name = _first_shard(module, left_out)
     if name is not None:
         raise ShardingError(
             f"DistributedDataParallel was given a {type(module).__name__} whose parameter {name!r} "
-            f"is under fully_shard, which reduces its gradients already. {_REPLICAS}"
+            f"is under fully_shard, which reduces its gradients already. {_REPLICAS}. To replicate "
+            "the other parameters, name those under fully_shard in "
+            "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
         )
 
 
@@ -94,11 +98,13 @@ def _refuse_shard(parameter: Any) -> None:
         )
 
 
-def _first_shard(module: Any) -> str | None:
+def _first_shard(module: Any, left_out: Collection[str] = ()) -> str | None:
     if not isinstance(module, nn.Module):
         return None
-    named = module.named_parameters()
-    return next((name for name, each in named if getattr(each, SHARDED_MARK, False)), None)
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, SHARDED_MARK, False) and name not in left_out:
+            return name
+    return None
 
 
 def refuse_other_sharding_of(module: nn.Module, path: str) -> None:
@@ -119,9 +125,16 @@ def refuse_to_run_in_replicas(path: str) -> None:
     code = DistributedDataParallel.forward.__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code is code:
+        if frame.f_code is code and _has_lost_parameters(frame.f_locals["self"]):
             raise UsageError(
                 f"unit {path!r} runs inside a DistributedDataParallel that was made before "
                 f"fully_shard, and waits for gradients of parameters that are no more. {_REPLICAS}"
             )
         frame = frame.f_back
+
+
+def _has_lost_parameters(replicas: DistributedDataParallel) -> bool:
+    """Whether it reduces parameters that its module no longer has; others than those may be under
+    `fully_shard`, named to it as not its own."""
+    present = {id(parameter) for parameter in replicas.module.parameters()}
+    return any(id(parameter) not in present for parameter in replicas._module_parameters)
