@@ -227,7 +227,11 @@ class Differentiable(Wrapper):
 
     def detach(self) -> Self:
         """Shares this rank's memory; outside the graph."""
-        return self._of(self._local.detach(), self._layout)
+        made = self._of(self._local.detach(), self._layout)
+        advice = self.__dict__.get("_hp_advice")
+        if advice is not None:
+            made._hp_advice = advice  # type: ignore[attr-defined]
+        return made
 
     def detach_(self) -> Self:
         self._local.detach_()

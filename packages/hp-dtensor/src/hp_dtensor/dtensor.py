@@ -23,6 +23,7 @@ from hp_dtensor.dispatch import dispatch
 from hp_dtensor.implicit import allowed
 from hp_dtensor.layout import Layout
 from hp_dtensor.mesh import AbstractMesh, KeptAxes
+from hp_dtensor.operands import advice_of
 from hp_dtensor.operator_plan import PlanCache
 from hp_dtensor.placements import RaggedShard, SectionedShard, StridedShard
 from hp_dtensor.rules.engine import OperatorError, operator_error
@@ -274,11 +275,12 @@ class DTensor(Differentiable):
                 "DTensor that an outer such function had computed. Remedy: checkpoint one of the "
                 "two, or pass use_reentrant=True to both."
             )
+        advice = advice_of([value for value in args if isinstance(value, torch.Tensor)])
         raise OperatorError(
             f"{func}: a DTensor reached a kernel without passing __torch_function__ (inside "
             "torch.autograd.Function, a C++ extension, or with torch functions disabled). "
             "Remedy: call to_local() before it and DTensor.from_local() after it, or declare the "
-            "module an opaque region."
+            f"module an opaque region{f'; {advice}' if advice else ''}."
         )
 
 

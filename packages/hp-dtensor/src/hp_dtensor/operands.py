@@ -27,7 +27,7 @@ def operands_of(name: str, found: Sequence[Tensor]) -> tuple[Operand, ...]:
     for index, (tensor, layout) in enumerate(zip(found, layouts)):
         if layout is None:
             placed = [each for each in layouts if each is not None]
-            _check_plain(name, tensor, placed, _advice_of(found))
+            _check_plain(name, tensor, placed, advice_of(found))
             everywhere = [Replicate()] * len(first.placements)
             operands.append(
                 Operand(index, Layout(first.mesh, everywhere, ()), tensor.dtype, plain=True)
@@ -54,7 +54,7 @@ def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layou
     return Layout(beside.mesh, [Replicate()] * len(beside.placements), tuple(tensor.shape))
 
 
-def _advice_of(found: Sequence[Tensor]) -> str | None:
+def advice_of(found: Sequence[Tensor]) -> str | None:
     """What the owner of a DTensor wants said where it is mixed with plain tensors. `hp_fsdp` sets
     `_hp_advice` on its parameters, which are whole only inside forward."""
     return next((advice for t in found if (advice := getattr(t, "_hp_advice", None))), None)

@@ -36,7 +36,6 @@ ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
 optimizers.install()
 full_states.install()
-other_wrappers.install()
 
 
 @overload
@@ -261,8 +260,9 @@ def _owned_parameters(
                 full = f"{path}.{name}" if path else name
                 if getattr(parameter, SHARDED_MARK, False):
                     raise ShardingError(
-                        f"parameter {full!r} of {_described(root)} already belongs to another "
-                        "unit. Shard submodules before the modules that contain them, and shard "
+                        f"parameter {full!r} of {_described(root)} is shared with a parameter "
+                        "already managed by another FSDP group: it belongs to another unit. "
+                        "Shard submodules before the modules that contain them, and shard "
                         "modules that share a parameter together: fully_shard([first, second])"
                     )
                 found.setdefault(parameter, (full, []))[1].append(Owner(module, name))

@@ -27,9 +27,11 @@ CALL_ADVICE = (
     "module(...), rather than module.forward(...); for other methods that compute, call "
     "hp_fsdp.register_fsdp_forward_method(module, 'name') once after fully_shard. To load full "
     "values, call hp_fsdp.load_full_state_dict(module, state); to compute with a shard and a full "
-    "tensor outside forward, cut that one alike by hp_dtensor.distribute_tensor"
+    "tensor outside forward, cut that one alike by hp_dtensor.distribute_tensor. "
+    "DistributedDataParallel and PyTorch's own sharding do not take them: to repeat shards over "
+    "replicas, give fully_shard a mesh of two axes"
 )
-"""Shown where a shard meets a plain tensor."""
+"""Shown where a shard meets a plain tensor, or is read by what does not know it."""
 
 
 def advise(shard: Tensor) -> None:
