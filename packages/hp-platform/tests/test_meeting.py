@@ -25,7 +25,7 @@ pytestmark = [
 
 
 def held():
-    """Kinds and numbers of what this process has open, and of what ranks map together."""
+    """How many descriptors this process has open, and how many maps it shares with ranks."""
     return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("memfd")
 
 

@@ -2,7 +2,9 @@
 
 import gc
 import os
+import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -56,8 +58,14 @@ def test_a_forked_process_drops_its_copies_of_handles_and_can_make_no_calls(lend
             held = [all_gather(part, axis, output=output, lends=lends)]
 
             def drop(held=held):
-                held.clear()
-                gc.collect()
+                said = []
+                sys.unraisablehook = said.append  # what a `__del__` raises
+                with warnings.catch_warnings(record=True) as warned:
+                    warnings.simplefilter("always")
+                    held.clear()
+                    gc.collect()
+                assert not said
+                assert not [each for each in warned if each.category is ResourceWarning]
 
             def use(held=held, part=part):
                 for call in (held[0].wait, lambda: all_gather(part, axis, lends=lends)):
