@@ -15,7 +15,7 @@ from itertools import repeat
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hp_fsdp.cut import AnyCut, Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
@@ -80,6 +80,7 @@ class Bucket:
         self._buffer: Memory = memory.gathered.reserve(self._full_numel, self.compute_dtype)
         self._landing: Memory | None = None
         self._free_landings: list[Memory] = []
+        self._given: set[nn.Parameter] = set()  # those whose gradient has a place
         self._lands = self._chooses_place(journey.cuts[0])
         if self._lands:
             place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
@@ -157,6 +158,10 @@ class Bucket:
                 )
 
     def _change_type(self, dtype: torch.dtype) -> None:
+        if self._landing is not None and self.has_gradients:  # those of earlier micro-steps
+            self._accumulated = self._total(self._landing)
+            self._landing.release()
+            self._landing = None
         self.compute_dtype = self._policy.computes_in(dtype)
         self.reduce_dtype = self._policy.reduces_in(dtype)
         device = self._data.shard.device
@@ -342,6 +347,7 @@ class Bucket:
             assert full is not None
             if full.requires_grad and full.grad is None:
                 full.grad = place
+                self._given.add(full)
 
     def _places(self, landing: Memory) -> list[Tensor]:
         """Every parameter's place in `landing`, in its shape; made once."""
@@ -352,11 +358,10 @@ class Bucket:
         return places
 
     def _new_landing(self, pages: PagePool) -> Memory:
-        landing: Memory = (
-            self._free_landings.pop()
-            if self._free_landings
-            else FullBuffer(self.gathered_numel, self.compute_dtype, self._data.shard.device)
-        )
+        if not self._free_landings:
+            device = self._data.shard.device
+            self._free_landings.append(FullBuffer(self.gathered_numel, self.compute_dtype, device))
+        landing = self._free_landings.pop()
         landing.hold(pages).zero_()
         return landing
 
@@ -365,25 +370,23 @@ class Bucket:
         found = []
         for index, parameter in enumerate(self.parameters):
             full = parameter.full
-            gradient = None if full is None else full.grad
-            if full is not None and gradient is not None:
-                found.append((index, gradient))
+            if full is not None and full.grad is not None:
+                found.append((index, full.grad, full in self._given))
                 full.grad = None
+        self._given.clear()
         self.has_gradients = False
         landing, self._landing = self._landing, None
-        if landing is None and not self._lands:
-            return found[0][1].contiguous().view(-1) if found else None
-        if landing is None and not found:
-            return None
+        if landing is None and not (self._lands and found):
+            return found[0][1].resolve_conj().resolve_neg().contiguous().view(-1) if found else None
         if landing is None:
             landing = self._new_landing(pages)
         places = self._places(landing)
-        for index, gradient in found:
-            # Autograd chose another place: the unit's outputs did not lead here, or create_graph.
+        for index, gradient, is_given in found:
             place = places[index]
             is_there = gradient is place or gradient.data_ptr() == place.data_ptr()
             if not is_there and gradient.numel():
-                place.copy_(gradient)
+                # It is the sum, by create_graph; or the unit's outputs did not lead here.
+                place.copy_(gradient) if is_given else place.add_(gradient)
         return landing
 
     def accumulate(self, pages: PagePool) -> None:
@@ -466,12 +469,10 @@ class Bucket:
         """The reduce-scatter out of a place for gradients: the same at every step, checked once."""
         known = self._known_scatters.get(gradients)
         if known is None or known[0] is not scratch:
-            shard = self._data.shard
-            known = (
-                scratch,
-                repeatable_reduce_scatter(gradients.data, shard, scratch=scratch, lends=True),
+            again = repeatable_reduce_scatter(
+                gradients.data, self._data.shard, scratch=scratch, lends=True
             )
-            self._known_scatters[gradients] = known
+            known = self._known_scatters[gradients] = (scratch, again)
         return known[1]
 
     def _packed(self, gradients: Tensor) -> Tensor:

@@ -65,6 +65,11 @@ class PiecewiseBucket(Bucket):
     def _scratch_numel(self) -> int:
         return min(super()._scratch_numel, SCRATCH_BYTES // self.reduce_dtype.itemsize)
 
+    def _change_type(self, dtype: torch.dtype) -> None:
+        super()._change_type(dtype)
+        if self._kept is not None:
+            self._kept = [None if g is None else g.to(self.compute_dtype) for g in self._kept]
+
     def make_room(self, pages: PagePool) -> None:
         """Has autograd add to the gradients of earlier micro-steps."""
         kept, self._kept = self._kept, None
@@ -74,14 +79,18 @@ class PiecewiseBucket(Bucket):
             full = parameter.full
             if full is None or gradient is None or not full.requires_grad:
                 continue
-            if full.grad is None:
+            if full.grad is None and full.grad_dtype in (None, gradient.dtype):
                 full.grad = gradient.view(full.shape)
                 kept[index] = None
         if any(gradient is not None for gradient in kept):
             self._kept = kept
 
-    def _take(self) -> list[Tensor | None]:
-        """Takes autograd's gradients, with those of earlier micro-steps, flat."""
+    def _take(self, keeps: bool = False) -> list[Tensor | None]:
+        """Takes autograd's gradients, with those of earlier micro-steps, flat.
+
+        Args:
+            keeps: more is added to them later, so memory that others see is left to those.
+        """
         taken: list[Tensor | None] = []
         kept, self._kept = self._kept, None
         for index, parameter in enumerate(self.parameters):
@@ -90,7 +99,9 @@ class PiecewiseBucket(Bucket):
             if gradient is not None:
                 assert parameter.full is not None
                 parameter.full.grad = None
-                gradient = _flat(gradient)
+                is_shared = keeps and _is_shared(gradient)
+                gradient = _flat(gradient, self.compute_dtype)
+                gradient = gradient.clone() if is_shared else gradient
                 earlier = gradient if earlier is None else earlier.add_(gradient)
             taken.append(earlier)
         self.has_gradients = False
@@ -100,9 +111,10 @@ class PiecewiseBucket(Bucket):
         """As `Bucket.accumulate`; nothing is moved unless its type changes."""
         if not self.has_gradients:
             return
-        taken = self._take()
+        stays = self._accumulated is None and self.reduce_dtype == self.compute_dtype
+        taken = self._take(keeps=stays)
         self.has_gradients = True
-        if self._accumulated is None and self.reduce_dtype == self.compute_dtype:
+        if stays:
             self._kept = taken
         else:
             self._accumulated = self._sum_of(taken)
@@ -147,9 +159,27 @@ class PiecewiseBucket(Bucket):
         return total
 
 
-def _flat(gradient: Tensor) -> Tensor:
-    """A gradient as peers read it: outside the graph, dense and contiguous."""
+def _flat(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient as peers read it: outside the graph, dense and contiguous, its memory the values.
+
+    Lazily conjugated or negated ones are not, nor those of a `grad_dtype` of the program's.
+    """
     dense = gradient.detach()
     if dense.layout is not torch.strided:
         dense = dense.to_dense()
+    if dense.is_neg() or dense.is_conj() or dense.dtype is not dtype:
+        dense = dense.resolve_conj().resolve_neg().to(dtype)
     return dense.contiguous().view(-1)
+
+
+def _is_shared(gradient: Tensor) -> bool:
+    """Whether other tensors see its memory: autograd takes over views that a backward returns."""
+    if gradient.layout is not torch.strided:
+        return False
+    storage = gradient.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count > _OWNERS
+
+
+_OWNERS = 2
+"""The gradient and `storage`."""
