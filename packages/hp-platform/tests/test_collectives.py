@@ -65,6 +65,12 @@ def test_bad_arguments_are_refused_before_anything_is_sent():
     cases = [
         (lambda axis: all_reduce(square.t(), axis, origin=ORIGIN), "not contiguous"),
         (lambda axis: broadcast(square[:, :2], axis, source=0), "not contiguous"),
+        (
+            lambda axis: all_gather(
+                torch.ones(2), axis, output=torch._neg_view(torch.ones(2 * axis.size))
+            ),
+            "output is a negated or conjugated view",
+        ),
         (lambda axis: all_reduce(torch.ones(2, device="meta"), axis), "is on meta"),
         (
             lambda axis: all_reduce(torch.ones(2, dtype=torch.complex64), axis),

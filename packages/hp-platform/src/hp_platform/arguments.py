@@ -257,6 +257,8 @@ def make_output(
         and output.dtype is tensor.dtype
         and output.device == tensor.device
         and output.is_contiguous()
+        and not output.is_neg()
+        and not output.is_conj()
         and not (output.requires_grad or output.is_inference())
         and type(output) in _PLAIN
     ):
@@ -296,6 +298,9 @@ def _examine_output(
     if not output.is_contiguous():
         problem = f"output of shape {shape} is not contiguous (strides {output.stride()}); "
         refuse(operation, axis, origin, f"{problem}give a contiguous view")
+    if output.is_neg() or output.is_conj():
+        problem = "output is a negated or conjugated view, whose memory holds other values; "
+        refuse(operation, axis, origin, f"{problem}give the tensor that it is a view of")
     check_written(operation, axis, origin, "output", output)
 
 
