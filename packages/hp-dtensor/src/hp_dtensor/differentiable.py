@@ -228,6 +228,7 @@ class Differentiable(Wrapper):
     def detach(self) -> Self:
         """Shares this rank's memory; outside the graph."""
         made = self._of(self._local.detach(), self._layout)
+        # What refuses a parameter often detaches it first.
         advice = self.__dict__.get("_hp_advice")
         if advice is not None:
             made._hp_advice = advice  # type: ignore[attr-defined]

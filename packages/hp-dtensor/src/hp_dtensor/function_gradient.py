@@ -83,8 +83,9 @@ def gradients_of(
             )
         elif gradient is None and not allow_unused:
             raise RuntimeError(
-                f"One of the differentiated Tensors, number {place} of the inputs, appears to not "
-                "have been used in the graph. Set allow_unused=True if this is the desired behavior"
+                f"torch.autograd.grad: nothing leads from the outputs to input {place}, "
+                "counted from 0. Remedy: pass allow_unused=True to get None for it, or "
+                "materialize_grads=True to get zeros"
             )
     return gradients
 

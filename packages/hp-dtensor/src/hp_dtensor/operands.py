@@ -55,8 +55,8 @@ def _taken_whole(tensor: Tensor, layout: Layout | None, beside: Layout) -> Layou
 
 
 def advice_of(found: Sequence[Tensor]) -> str | None:
-    """What the owner of a DTensor wants said where it is mixed with plain tensors. `hp_fsdp` sets
-    `_hp_advice` on its parameters, which are whole only inside forward."""
+    """What the owner of a DTensor wants said where it is mixed with plain tensors, or reaches a
+    kernel. `hp_fsdp` sets `_hp_advice` on its parameters, which are whole only inside forward."""
     return next((advice for t in found if (advice := getattr(t, "_hp_advice", None))), None)
 
 

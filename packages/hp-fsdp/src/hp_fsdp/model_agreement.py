@@ -40,6 +40,7 @@ _ORIGIN = Origin(
     detail="compared at first, and again after the types of parameters have changed",
 )
 _SHOWN, _NAMED = 400, 3
+"""Characters of what a rank has, and parameters that travel with one, that a message tells."""
 
 Item = tuple[str, str]
 """Path of a unit, and what of it: a parameter, a setting, or "" for the unit itself."""

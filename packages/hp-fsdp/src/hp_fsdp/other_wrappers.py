@@ -55,6 +55,10 @@ def refuse_to_run_in_replicas(path: str) -> None:
 
 def _has_lost_parameters(replicas: DistributedDataParallel) -> bool:
     """Whether it reduces parameters that its module no longer has; others than those may be under
-    `fully_shard`, named to it as not its own."""
+    `fully_shard`, named to it as not its own.
+
+    `_module_parameters` is private to PyTorch, which has no public way to ask what is reduced;
+    `test_other_wrappers` fails if it changes.
+    """
     present = {id(parameter) for parameter in replicas.module.parameters()}
     return any(id(parameter) not in present for parameter in replicas._module_parameters)
