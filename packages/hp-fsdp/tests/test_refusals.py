@@ -43,6 +43,11 @@ def test_what_cannot_be_sharded_is_refused_by_name():
         held = nn.Linear(2, 2)
         held.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
         refuses("'weight' is a TwoTensor: tensor subclasses", held)
+        gathers_itself = fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh=mesh)
+        gathers_itself[0].weight._local_tensor.fsdp_pre_all_gather = lambda *args: None
+        for _ in range(2):
+            with pytest.raises(hp_fsdp.NotAvailableError, match=r"'0.weight' has fsdp_pre_all_gat"):
+                gathers_itself(torch.ones(1, 2))
         refuses("ModuleList", nn.ModuleList([nn.Linear(2, 2)]))
         linear = nn.Linear(2, 2)
         refuses("contains it", [nn.Sequential(linear), linear])

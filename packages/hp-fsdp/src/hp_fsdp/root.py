@@ -15,7 +15,7 @@ from torch import nn
 
 from hp_dtensor.end_of_backward import queue_at_end_of_backward
 from hp_fsdp.backward import BackwardPipeline
-from hp_fsdp.errors import UsageError
+from hp_fsdp.errors import NotAvailableError, UsageError
 from hp_fsdp.model_agreement import ModelAgreement
 from hp_fsdp.other_wrappers import refuse_to_run_in_replicas
 from hp_fsdp.pages import PagePool
@@ -145,8 +145,8 @@ class Root:
     def of(cls, unit: Unit) -> Root:
         """The root of `unit`, made now if its model has none."""
         if unit.root is None:
-            unit.root = cls(unit)
-            unit.root._take_over()
+            cls(unit)._take_over()
+        assert unit.root is not None
         return unit.root
 
     def _take_over(self) -> None:
@@ -154,16 +154,20 @@ class Root:
 
         Raises:
             UsageError: one of them is in the middle of a step of its own, or in a replica.
+            NotAvailableError: a shard is to gather itself.
         """
         names = _Names(self.unit)
         refuse_to_run_in_replicas(self.unit.path)
         self._refuse_cut_ties()
+        self._refuse_gather_extensions()
         for unit in names.units:
             if unit.root is not None and unit.root is not self and unit.root.is_in_backward:
                 raise UsageError(
                     f"unit {unit.path!r} became part of a larger model in the middle of its own "
                     "backward; finish that backward first"
                 )
+        # Only now: a model that is refused is refused again.
+        for unit in names.units:
             unit.root = self
         # Called by itself, a part of a sharded module keeps the names it has there: with its own,
         # other parts would have the same.
@@ -186,6 +190,18 @@ class Root:
                         f"parameter {name!r} was tied to one that another unit has sharded, and is "
                         "no longer; shard the modules that share it together: "
                         "fully_shard([first, second])"
+                    )
+
+    def _refuse_gather_extensions(self) -> None:
+        # FSDP2 also looks for them on the local shard, where they are set after `fully_shard`.
+        for module in self.unit.modules:
+            for name, parameter in module.named_parameters():
+                shard = getattr(parameter, "_local_tensor", None)
+                if hasattr(shard, "fsdp_pre_all_gather"):
+                    raise NotAvailableError(
+                        f"the shard of parameter {name!r} has fsdp_pre_all_gather: parameters that "
+                        "gather themselves are not available. To gather in another type, pass "
+                        "mp_policy=MixedPrecisionPolicy(param_dtype=...)"
                     )
 
     # -- forward -----------------------------------------------------------------------------
