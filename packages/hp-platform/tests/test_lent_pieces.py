@@ -117,6 +117,11 @@ def test_pieces_give_what_the_flat_tensor_does(world):
             call([piece[1:]], output, torch.empty(1), 1, ORIGIN)
         with pytest.raises(CollectiveError, match="expected an output of"):
             call([piece], output[1:], torch.empty(1), 1, ORIGIN)
+        for wrong in (piece.double(), torch.ones(2 * numel)[::2]):
+            with pytest.raises(CollectiveError, match="expected contiguous tensors of"):
+                call([wrong], output, torch.empty(1), 1, ORIGIN)
+        with pytest.raises(CollectiveError, match="and scratch memory"):
+            call([piece], output, torch.empty(0), 1, ORIGIN)
         return True
 
     if not all(run_ranks(body, world)):

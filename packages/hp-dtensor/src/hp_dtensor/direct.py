@@ -194,6 +194,15 @@ def _copy(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
         layout = layout_of(source)
         assert layout is not None
         source = DTensor.of_layout(source.to_local(), layout)
+    elif not isinstance(target, DTensor) and not source._layout.is_replicated:
+        raise operator_error(
+            "copy_",
+            f"a part of a tensor cannot be copied into a plain tensor of shape "
+            f"{tuple(target.shape)}",
+            [source._layout],
+            remedy="take full_tensor() of it first, on all ranks; of a whole model save "
+            "hp_fsdp.full_state_dict(model), or save and load by torch.distributed.checkpoint",
+        )
     return dispatch(torch.Tensor.copy_, (target, source, *args), kwargs)
 
 

@@ -276,11 +276,14 @@ class DTensor(Differentiable):
                 "two, or pass use_reentrant=True to both."
             )
         advice = advice_of([value for value in args if isinstance(value, torch.Tensor)])
+        remedy = advice or (
+            "call to_local() before it and DTensor.from_local() after it, or declare the module an "
+            "opaque region"
+        )
         raise OperatorError(
             f"{func}: a DTensor reached a kernel without passing __torch_function__ (inside "
-            "torch.autograd.Function, a C++ extension, or with torch functions disabled). "
-            "Remedy: call to_local() before it and DTensor.from_local() after it, or declare the "
-            f"module an opaque region{f'; {advice}' if advice else ''}."
+            f"torch.autograd.Function, a C++ extension, or with torch functions disabled). "
+            f"Remedy: {remedy}."
         )
 
 

@@ -245,12 +245,18 @@ class Layout:
         object.__setattr__(made, "holdings", self.holdings)
         return made
 
-    @cached_property
+    @property
     def of_gradient(self) -> Layout:
         """Where a gradient is: the gradient placements as placements of a value."""
-        made = self.with_placements(self.grad_placements)
         # Usually the same; one object is found equal to itself faster.
-        return self if made == self else made
+        return self._other_of_gradient or self
+
+    @cached_property
+    def _other_of_gradient(self) -> Layout | None:
+        """`of_gradient`, or None for this layout itself, which must not hold on to itself: with it
+        go the mesh and its process groups."""
+        made = self.with_placements(self.grad_placements)
+        return None if made == self else made
 
     def with_shape(self, shape: Iterable[int]) -> Layout:
         """The same placements for a tensor of another global shape."""

@@ -173,7 +173,10 @@ def _flat(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_shared(gradient: Tensor) -> bool:
-    """Whether other tensors see its memory: autograd takes over views that a backward returns."""
+    """Whether other tensors see its memory: autograd takes over views that a backward returns.
+
+    Private to PyTorch, which has no public way to ask; `test_gradient_memory` fails if it changes.
+    """
     if gradient.layout is not torch.strided:
         return False
     storage = gradient.untyped_storage()

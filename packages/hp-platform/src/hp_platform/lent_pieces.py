@@ -117,8 +117,13 @@ def piecewise_reduce_scatter(
         found = [None if piece is None else piece.numel() for piece in pieces]
         if any(n is not None and n != m for n, m in zip(found, layout.numels, strict=True)):
             refuse(name, axis, origin, f"expected pieces of {layout.numels} elements, got {found}")
-        if output.numel() != length:
-            refuse(name, axis, origin, f"expected an output of {length}, got {output.numel()}")
+        if output.numel() != length or not scratch.numel():
+            problem = f"expected an output of {length} elements and scratch memory, got "
+            refuse(name, axis, origin, f"{problem}{output.numel()} and {scratch.numel()}")
+        for each in (*pieces, output, scratch):
+            if each is not None and not (each.dtype is dtype and each.is_contiguous()):
+                problem = f"expected contiguous tensors of {dtype}, got {each.dtype}, strides "
+                refuse(name, axis, origin, f"{problem}{each.stride()}")
         # Pieces are nowhere given to a transport, which their alignment would matter to.
         return issue(
             name, axis, origin, lambda: (prepared.start(pieces, output, scratch, divisor, origin),),
