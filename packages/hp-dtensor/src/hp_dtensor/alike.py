@@ -18,7 +18,7 @@ from hp_dtensor.layout import Layout
 from hp_dtensor.rules.recipe import is_inplace, words
 from hp_dtensor.whole_values import current_values
 
-__all__ = ["UPDATES", "foreach_alike", "update_alike"]
+__all__ = ["UPDATES", "foreach_alike", "is_update", "update_alike"]
 
 UPDATES = words("add_ sub_ mul_ div_ lerp_ addcmul_ addcdiv_")
 """Methods of tensors that `update_alike` answers."""
@@ -31,6 +31,12 @@ _ELEMENTWISE = frozenset(
     )
 )
 _NUMBERS = (float, int)
+
+
+def is_update(function: Callable[..., Any]) -> bool:
+    """Whether `update_alike` answers it."""
+    name = getattr(function, "__name__", "")
+    return name in UPDATES and function is getattr(torch.Tensor, name)
 
 
 def update_alike(function: Callable[..., Any]) -> Callable[..., Any]:

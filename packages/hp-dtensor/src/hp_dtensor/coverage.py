@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import get_overridable_functions
 
+from hp_dtensor.alike import is_update
 from hp_dtensor.direct import direct_handler
 from hp_dtensor.rules.table import FAMILIES, rule_for
 
@@ -65,7 +66,8 @@ def _plain_name(function: Callable[..., Any], space: str) -> str:
 
 def status_of(function: Callable[..., Any]) -> Status:
     """What becomes of a torch function."""
-    if direct_handler(function) is not None:
+    # Updates go past the rules where these would give the same.
+    if direct_handler(function) is not None and not is_update(function):
         return Status.DIRECT
     rule = rule_for(function)
     if rule is None:

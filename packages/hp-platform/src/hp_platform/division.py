@@ -13,9 +13,12 @@ def divide_(tensor: Tensor, divisor: float) -> Tensor:
     """`tensor.div_(divisor)`; as a product, several times cheaper, where the reciprocal is exact.
 
     That of a power of two is, and then quotient and product are one real number, rounded once.
+    By 1 nothing is divided. Complex numbers are: torch's quotient of an infinite one is another.
     """
     if divisor == 1:
         return tensor
+    if tensor.is_complex():
+        return tensor.div_(divisor)
     mantissa, exponent = math.frexp(divisor)
     if mantissa == 0.5 and abs(exponent) < _SAFE:
         return tensor.mul_(1 / divisor)
