@@ -66,6 +66,8 @@ def test_a_plain_tensor_beside_a_dtensor_is_refused_unless_it_is_a_scalar() -> N
         ):
             with pytest.raises(OperatorError, match=r"plain tensor of shape.*Remedy"):
                 mixed()
+        with pytest.raises(OperatorError, match=r"take full_tensor\(\) of it first, on all ranks"):
+            torch.ones(4, 6).copy_(placed)
         assert torch.equal((placed * torch.tensor(2)).full_tensor(), integers((4, 6)) * 2)
         with pytest.raises(OperatorError, match="requires a gradient"):
             placed * torch.tensor(2.0, requires_grad=True)

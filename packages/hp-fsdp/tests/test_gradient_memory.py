@@ -177,12 +177,14 @@ def test_gradients_of_a_type_that_the_program_has_chosen():
         os.environ[SWITCH] = "1"
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
         if not share_memory(mesh_axis(mesh, 0)):
-            return  # PyTorch refuses the place that gradients are given
+            return False  # PyTorch refuses the place that gradients are given
         for steps in (1, 2, 3):
             model, dense = pair(nn.Tanh, "1")
             model.unshard()
             model[0].weight.grad_dtype = torch.float64
             model.reshard()
             train(model, dense, rank, steps)
+        return True
 
-    run_ranks(body, 2)
+    if not all(run_ranks(body, 2)):
+        pytest.skip("this system lets no process read another's memory")

@@ -21,6 +21,7 @@ from hp_dtensor import (
 )
 from hp_dtensor.mesh import mesh_axis
 from hp_fsdp import MixedPrecisionPolicy, ShardingError, fully_shard
+from hp_fsdp.bucket import Bucket
 from hp_fsdp.piecewise_bucket import PiecewiseBucket
 from hp_fsdp.testing import assert_same, full_gradients, full_parameters
 from hp_platform import MeshAxis, ledger, reduce_scatter
@@ -351,6 +352,28 @@ def test_gradients_are_read_where_autograd_left_them(monkeypatch, comm_policy, r
 
     if not all(run_ranks(body, 2)):
         pytest.skip("this system lets no process read another's memory")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("comm_policy", ["per_parameter", "shared_buffer"])
+def test_gathers_are_prepared_again_only_when_something_has_changed(monkeypatch, comm_policy):
+    def body(rank):
+        prepared = []
+        prepare = Bucket._prepare
+        monkeypatch.setattr(Bucket, "_prepare", lambda b: (prepared.append(b), prepare(b)))
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 3))  # empty shards on one rank
+        fully_shard(model, mesh=mesh, comm_policy=comm_policy)
+        assert rank == 0 or any(p.to_local().numel() == 0 for p in model.parameters())
+        seen = []
+        for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
+            prepared.clear()
+            model.to(dtype)(torch.ones(2, 4, dtype=dtype)).sum().backward()
+            seen.append(len(prepared) > 0)
+            model.zero_grad()
+        assert seen == [True, False, True, False]
+
+    run_ranks(body, 2)
 
 
 @pytest.mark.ranks

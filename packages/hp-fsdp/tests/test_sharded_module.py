@@ -177,15 +177,21 @@ def test_a_hook_on_the_sums_can_reduce_over_replicas_that_the_mesh_does_not_know
     def body(rank):
         whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "dp_shard"))
         model, dense = shard_each(stack(), whole["dp_shard"]), stack()
-        group = whole.get_group("replicas")
+        group, sums = whole.get_group("replicas"), []
+
+        def over_replicas(total):
+            dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+            sums.append(total.double().sum())
+
         for module in (model, *model):
-            module.set_all_reduce_hook(
-                lambda total: dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
-            )
+            module.set_all_reduce_hook(over_replicas)
             module.set_reduce_scatter_divide_factor(4.0)  # the older name
         expected = gradients_of(dense, 4, lambda m, r: m(batch(r)).square().mean())
         model(batch(rank)).square().mean().backward()
         assert_same(full_gradients(model), expected)
+        # The hook gets sums; they are divided afterwards.
+        found = sum(p.grad.to_local().double().sum() for p in model.parameters())
+        torch.testing.assert_close(sum(sums), 4 * found)
 
     run_ranks(body, 4)
 

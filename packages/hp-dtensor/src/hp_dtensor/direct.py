@@ -197,11 +197,11 @@ def _copy(target: Any, source: Any, *args: Any, **kwargs: Any) -> Any:
     elif not isinstance(target, DTensor) and not source._layout.is_replicated:
         raise operator_error(
             "copy_",
-            f"a part of a tensor cannot be copied into a plain tensor of shape "
+            "a part of a tensor cannot be copied into a plain tensor of shape "
             f"{tuple(target.shape)}",
             [source._layout],
-            remedy="take full_tensor() of it first, on all ranks; of a whole model save "
-            "hp_fsdp.full_state_dict(model), or save and load by torch.distributed.checkpoint",
+            remedy="take full_tensor() of it first, on all ranks, before it is saved; or save and "
+            "load by torch.distributed.checkpoint",
         )
     return dispatch(torch.Tensor.copy_, (target, source, *args), kwargs)
 

@@ -282,7 +282,7 @@ class DTensor(Differentiable):
         )
         raise OperatorError(
             f"{func}: a DTensor reached a kernel without passing __torch_function__ (inside "
-            f"torch.autograd.Function, a C++ extension, or with torch functions disabled). "
+            "torch.autograd.Function, a C++ extension, or with torch functions disabled). "
             f"Remedy: {remedy}."
         )
 

@@ -289,8 +289,7 @@ class Bucket:
     def _full_view(self, parameter: ShardedParameter, buffer: Tensor) -> Tensor:
         """The parameter's place in a gathered buffer, in its shape."""
         cut = parameter.cut
-        start = cut.offset if isinstance(cut, SharedCut) else 0
-        return buffer[start : start + cut.numel].view(cut.shape)
+        return buffer[cut.offset : cut.offset + cut.numel].view(cut.shape)
 
     def _travelling_part(self) -> Tensor:
         """This rank's part in the type it travels in: the storage itself wherever it can be."""

@@ -51,6 +51,11 @@ class Cut:
     world: int
     rank: int
 
+    @property
+    def offset(self) -> int:
+        """Element of the gathered buffer at which it begins, which is its own."""
+        return 0
+
     @cached_property
     def chunk(self) -> int:
         """Length of a whole chunk along `dim`."""
@@ -194,6 +199,7 @@ class Uncut:
     numel: int = 1
     padded_numel: int = 1
     local_numel: int = 1
+    offset: int = 0
 
     @property
     def placement(self) -> Replicate:

@@ -11,14 +11,10 @@ import torch
 from torch import Tensor
 
 from hp_fsdp.bucket import Bucket
-from hp_fsdp.cut import AnyCut, SharedCut
+from hp_fsdp.cut import AnyCut
 from hp_fsdp.data_mesh import DataMesh
-from hp_fsdp.offload import Offload
 from hp_fsdp.pages import PagePool
-from hp_fsdp.policies import MixedPrecisionPolicy
 from hp_fsdp.scatter import Scatter
-from hp_fsdp.schedule import Journey
-from hp_fsdp.unit_memory import UnitMemory
 from hp_platform import Origin
 from hp_platform.buffers import aligned_empty
 from hp_platform.lent_pieces import (
@@ -40,23 +36,10 @@ class PiecewiseBucket(Bucket):
 
     divides = True
 
-    def __init__(
-        self,
-        journey: Journey,
-        data: DataMesh,
-        policy: MixedPrecisionPolicy,
-        memory: UnitMemory,
-        offload: Offload | None = None,
-    ) -> None:
-        super().__init__(journey, data, policy, memory, offload)
-        self._pieces = PieceLayout(
-            tuple(c.offset if isinstance(c, SharedCut) else 0 for c in journey.cuts),
-            tuple(cut.numel for cut in journey.cuts),
-            self.gathered_numel,
-        )
-        # Gradients of earlier micro-steps, until backward comes here again.
-        self._kept: list[Tensor | None] | None = None
-        self._scatterings: dict[torch.dtype, PiecewiseReduceScatter | None] = {}
+    # Gradients of earlier micro-steps, until backward comes here again.
+    _kept: list[Tensor | None] | None = None
+    # The reduce-scatter, and the type that it was made for.
+    _known: tuple[torch.dtype, PiecewiseReduceScatter] | None = None
 
     def _chooses_place(self, cut: AnyCut) -> bool:
         return False
@@ -136,16 +119,20 @@ class PiecewiseBucket(Bucket):
             pieces = [self._full_view(p, total).view(-1) for p in self.parameters]
         scratch = self._hold_scratch(pages)
         place = output.new_empty(self._scratch_numel) if scratch is None else scratch.data
-        handle = self._scattering(self.reduce_dtype)(pieces, output, place, divisor, origin)
+        handle = self._scattering(pieces, output, place, divisor, origin)
         return Scatter(handle, None, scratch, self._recycle)
 
-    def _scattering(self, dtype: torch.dtype) -> PiecewiseReduceScatter:
-        found = self._scatterings.get(dtype)
-        if found is None:
-            found = piecewise_reduce_scatter(self._pieces, dtype, self._data.shard)
-            assert found is not None
-            self._scatterings[dtype] = found
-        return found
+    @property
+    def _scattering(self) -> PiecewiseReduceScatter:
+        dtype = self.reduce_dtype
+        if self._known is None or self._known[0] != dtype:
+            cuts = [parameter.cut for parameter in self.parameters]
+            places = tuple(cut.offset for cut in cuts), tuple(cut.numel for cut in cuts)
+            layout = PieceLayout(*places, self.gathered_numel)
+            made = piecewise_reduce_scatter(layout, dtype, self._data.shard)
+            assert made is not None
+            self._known = dtype, made
+        return self._known[1]
 
     def _sum_of(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """Everything accumulated so far, flat, in the type of the reduction."""
