@@ -15,7 +15,7 @@ from itertools import repeat
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hp_fsdp.cut import AnyCut, Cut, SharedCut
 from hp_fsdp.data_mesh import DataMesh
@@ -80,7 +80,7 @@ class Bucket:
         self._buffer: Memory = memory.gathered.reserve(self._full_numel, self.compute_dtype)
         self._landing: Memory | None = None
         self._free_landings: list[Memory] = []
-        self._given: set[nn.Parameter] = set()  # those whose gradient has a place
+        self._given: set[int] = set()  # ids of those whose gradient has a place
         self._lands = self._chooses_place(journey.cuts[0])
         if self._lands:
             place = memory.gradients.reserve(self.gathered_numel, self.compute_dtype)
@@ -346,7 +346,7 @@ class Bucket:
             assert full is not None
             if full.requires_grad and full.grad is None:
                 full.grad = place
-                self._given.add(full)
+                self._given.add(id(full))
 
     def _places(self, landing: Memory) -> list[Tensor]:
         """Every parameter's place in `landing`, in its shape; made once."""
@@ -370,7 +370,7 @@ class Bucket:
         for index, parameter in enumerate(self.parameters):
             full = parameter.full
             if full is not None and full.grad is not None:
-                found.append((index, full.grad, full in self._given))
+                found.append((index, full.grad, id(full) in self._given))
                 full.grad = None
         self._given.clear()
         self.has_gradients = False
